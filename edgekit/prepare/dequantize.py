@@ -6,6 +6,7 @@ quantized with samples for any target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from onnx import numpy_helper
 from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
-from edgekit.graph.match import made_by
+from edgekit.graph.match import attempt, known, made_by, need
 from edgekit.model import model as models
 from edgekit.prepare.interface import drop_idle_nodes
 
@@ -53,7 +54,8 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     proto = models.read_proto(model)
     models.refill(proto.graph.node, models.order_nodes(proto.graph))
     writer = _Writer(proto)
-    found = [writer.write(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
+    nodes = [(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
+    found = [attempt(partial(writer.write, graph, node)) for graph, node in nodes]
     # Subgraphs first: what they no longer read is idle in the graphs around them.
     for part in reversed([*models.iterate_graphs(proto.graph)]):
         models.refill(part.node, models.order_nodes(part))
@@ -87,55 +89,54 @@ class _Writer:
         self._moving: dict[Node, tuple[str, str]] = {}
 
     def write(self, graph: Graph, node: Node) -> bool:
-        """Replaces an integer layer by a float one and returns True, False for any other node."""
+        """Replaces an integer layer by a float one and returns True.
+
+        Raises:
+            MisfitError: it is another node, or reads something else than quantized activations and constants.
+        """
         if node.op_type in _LAYERS:
-            return self._write_layer(graph, node)
-        if node.op_type not in _WHOLE:
-            return False
-        op, places = _WHOLE[node.op_type]
+            self._write_layer(graph, node)
+            return True
+        op, places = known(_WHOLE.get(node.op_type))
         named = [list(map(node.given, place)) for place in places]
         inputs = [self._make_float(graph, node, *names) if len(names) > 1 else names[0] for names in named]
         at = _BIASES.get(node.op_type, len(node.input))
-        if not _put(node, op, inputs, node):
-            return False
+        _put(node, op, inputs, node)
         if node.has_input(at):
             node.proto.output[0] = f"{node.output[0]}/product"
             graph.proto.node.append(onnx.helper.make_node("Add", [node.proto.output[0], node.input[at]], node.output))
         return True
 
-    def _write_layer(self, graph: Graph, node: Node) -> bool:
+    def _write_layer(self, graph: Graph, node: Node) -> None:
         biased = _follow(graph, node, "Add")
-        last = _follow(graph, _follow(graph, biased or node, "Cast"), "Mul")
-        product = next(filter(None, (made_by(graph, name, "Mul") for name in (last.input if last else ()))), None)
-        bias = _find_bias(graph, node, biased) if biased is not None else []
-        if last is None or product is None or bias is None:
-            return False
-        zeros = [node.given(at) for at in (2, 3)]
-        for scales in (product.input, product.input[::-1]):
-            operands = zip(node.input[:2], scales, zeros, strict=True)
-            inputs = [self._make_float(graph, node, *names) for names in operands]
-            if _put(node, _LAYERS[node.op_type], [*inputs, *bias], last):
-                return True
-        return False
+        last = known(_follow(graph, known(_follow(graph, biased or node, "Cast")), "Mul"))
+        product = known(next(filter(None, (made_by(graph, name, "Mul") for name in last.input)), None))
+        bias = [] if biased is None else [_find_bias(graph, node, biased)]
 
-    def _make_float(self, graph: Graph, reader: Node, name: str, scale: str, zero: str) -> str | None:
-        """Returns the float tensor of integers; None if they are neither a quantized activation nor constant."""
+        def read(scales: tuple[str, ...]) -> list[str]:
+            operands = zip(node.input[:2], scales, map(node.given, (2, 3)), strict=True)
+            return [self._make_float(graph, node, *names) for names in operands]
+
+        inputs = known(attempt(partial(read, product.input)) or attempt(partial(read, product.input[::-1])))
+        _put(node, _LAYERS[node.op_type], [*inputs, *bias], last)
+
+    def _make_float(self, graph: Graph, reader: Node, name: str, scale: str, zero: str) -> str:
+        """Returns the float tensor of integers that are a quantized activation, or constant."""
         source = graph.producers.get(name)
         if source is not None and source.op_type == "DynamicQuantizeLinear":
-            return source.input[0] if source.output[1] == scale else None
-        if not graph.constants.keys() >= {scale, *filter(None, [zero])}:
-            return None
+            need(source.output[1] == scale)
+            return source.input[0]
+        need(graph.constants.keys() >= {scale, *filter(None, [zero])})
         is_single = graph.value(scale).elements == 1
         if name in graph.constants:
-            return self._store(graph, reader, name, scale, zero) if is_single or reader.op_type in _WIDE else None
+            need(is_single or reader.op_type in _WIDE)
+            return self._store(graph, reader, name, scale, zero)
         # The quantizer lets these operators pass integers on.
-        if source is None or source.op_type not in {"Gather", "Transpose"} or not is_single:
-            return None
-        if source in self._moving:
-            return name if self._moving[source] == (scale, zero) else None
-        if (moved := self._make_float(graph, reader, source.input[0], scale, zero)) is None:
-            return None
-        self._moving[source], source.proto.input[0] = (scale, zero), moved
+        source = known(source)
+        need(source.op_type in {"Gather", "Transpose"} and is_single)
+        if source not in self._moving:
+            source.proto.input[0] = self._make_float(graph, reader, source.input[0], scale, zero)
+        need(self._moving.setdefault(source, (scale, zero)) == (scale, zero))
         return name
 
     def _store(self, graph: Graph, reader: Node, *names: str) -> str:
@@ -159,35 +160,27 @@ class _Writer:
         return new
 
 
-def _find_bias(graph: Graph, layer: Node, biased: Node) -> list[str] | None:
-    """Returns the float bias of a convolution to which ONNX Runtime's older quantizers add Floor(bias / scales).
-
-    None if anything else is added.
-    """
+def _find_bias(graph: Graph, layer: Node, biased: Node) -> str:
+    """Returns the float bias of a convolution to which ONNX Runtime's older quantizers add Floor(bias / scales)."""
     name = next((name for name in biased.input if name != layer.output[0]), "")
+    need(layer.op_type == "ConvInteger")
     for op in ("Reshape", "Cast", "Floor", "Div"):
-        node = made_by(graph, name, op)
-        if node is None or layer.op_type != "ConvInteger":
-            return None
-        name = node.input[0]
-    return [name]
+        name = known(made_by(graph, name, op)).input[0]
+    return name
 
 
-def _put(node: Node, op: str, inputs: Sequence[str | None], last: Node) -> bool:
-    """Replaces the nodes from `node` to `last` by a float layer and returns True, False if an input is unknown."""
-    if None in inputs:
-        return False
+def _put(node: Node, op: str, inputs: Sequence[str], last: Node) -> None:
+    """Replaces the nodes from `node` to `last` by a float layer."""
     # Nothing reads the nodes between any more.
     last.proto.output[0] = f"{node.output[0]}/idle"
     node.proto.op_type, node.proto.domain = op, ORT_DOMAIN if op == "Attention" else ""
     node.proto.output[0] = last.output[0]
-    node.proto.input[:] = [name or "" for name in inputs]
+    node.proto.input[:] = inputs
     while not node.proto.input[-1]:
         del node.proto.input[-1]
-    return True
 
 
-def _follow(graph: Graph, node: Node | None, op: str) -> Node | None:
+def _follow(graph: Graph, node: Node, op: str) -> Node | None:
     """Returns the only reader of a node's first output if it is this operator, else None."""
-    readers = graph.readers(node.output[0]) if node is not None and node.output[0] not in graph.outputs else ()
+    readers = graph.readers(node.output[0]) if node.output[0] not in graph.outputs else ()
     return readers[0] if len(readers) == 1 and readers[0].op_type == op else None

@@ -399,11 +399,8 @@ def join_gelu(writer: Writer) -> None:
         bent = made_by(graph, other_operand(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")
         if bent is None:
             continue
-        is_exact = bent.op_type == "Erf"
-        if is_exact:
-            data = known(scaled_by(graph, graph.producers.get(bent.input[0]), math.sqrt(0.5)))
-        else:
-            data = known(_find_tanh(graph, bent))
+        is_exact, narrow = bent.op_type == "Erf", graph.producers.get(bent.input[0])
+        data = known(scaled_by(graph, narrow, math.sqrt(0.5))) if is_exact else _find_tanh(graph, bent)
         number, values = factors(graph, output, data)
         need(is_near(number, 0.5) and sorted(values) == sorted((data, gate)) and graph.value(data).dtype != "float16")
         if writer.opset >= _GELU_SINCE:
@@ -413,40 +410,31 @@ def join_gelu(writer: Writer) -> None:
         return
 
 
-def _find_tanh(graph: Graph, tanh: Node) -> str | None:
-    """Returns x if a node is Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)), in any equivalent form, else None."""
-    inside = other_operand(graph, made_by(graph, tanh.input[0], "Mul"), math.sqrt(2 / math.pi))
-    added = made_by(graph, inside, "Add") if inside is not None else None
-    if added is not None:
-        return next((x for x, cubic in (added.input, added.input[::-1]) if _is_power(graph, cubic, x, 3)), None)
+def _find_tanh(graph: Graph, tanh: Node) -> str:
+    """Returns x where a node is Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)), in any equivalent form."""
+    factor = math.sqrt(2 / math.pi)
+    inside = other_operand(graph, made_by(graph, tanh.input[0], "Mul"), factor)
+    if (added := made_by(graph, inside or "", "Add")) is not None:
+        return known(next((x for x, cubic in permutations(added.input) if _is_power(graph, cubic, x, 3)), None))
     # GPT-J and transformers' FastGELUActivation factor x out: Tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x^2)).
-    for each in walk_product(graph, tanh.input[0]):
-        if (square := other_operand(graph, made_by(graph, each, "Add"), 1.0)) is None:
-            continue
-        number, values = factors(graph, tanh.input[0])
-        rest = [value for value in values if value != each]
-        if len(rest) == 1 and is_near(number, math.sqrt(2 / math.pi)) and _is_power(graph, square, rest[0], 2):
-            return rest[0]
-    return None
+    number, values = factors(graph, tanh.input[0])
+    need(is_near(number, factor) and len(values) == 2)
+    sums = ((x, other_operand(graph, made_by(graph, total, "Add"), 1.0)) for x, total in permutations(values))
+    return known(next((x for x, square in sums if square is not None and _is_power(graph, square, x, 2)), None))
 
 
 def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
     """Returns True if a value is 0.044715 * data^power, written with Pow or with products."""
     number, values = factors(graph, name, data)
-    if not is_near(number, _CUBIC):
-        return False
-    count = 0
-    for value in values:
-        pow_ = made_by(graph, value, "Pow")
-        if value == data:
-            count += 1
-        elif square_of(graph, value) == data:
-            count += 2
-        elif pow_ is not None and pow_.input[0] == data and graph.number(pow_.input[1]) == power:
-            count += power
-        else:
-            return False
-    return count == power
+    return is_near(number, _CUBIC) and sum(_find_exponent(graph, value, data) for value in values) == power
+
+
+def _find_exponent(graph: Graph, name: str, data: str) -> float:
+    """Returns n where a value is data^n, NaN for another value."""
+    raised = made_by(graph, name, "Pow")
+    if raised is not None and raised.input[0] == data:
+        return graph.number(raised.input[1]) or math.nan
+    return 1 if name == data else 2 if square_of(graph, name) == data else math.nan
 
 
 @node_rewrite("join-softmax", {"Div"})

@@ -5,6 +5,7 @@ rotation of halves, products and a sum.
 """
 
 import math
+from functools import partial
 from itertools import permutations
 
 import msgspec
@@ -13,7 +14,7 @@ import onnx
 
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, Shape
-from edgekit.graph.match import MisfitError, factors, known, made_by, need
+from edgekit.graph.match import MisfitError, attempt, factors, known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.prepare.rewrites.idle import find_guarded
 from edgekit.prepare.rewrites.split_attention import OPSET_SINCE
@@ -197,41 +198,35 @@ def _match_rotary(graph: Graph, node: Node) -> tuple[str, str, str]:
     for one, other in permutations(node.input):
         by_cos, by_sin = known(made_by(graph, one, "Mul")), known(made_by(graph, other, "Mul"))
         for rotated, sin in permutations(by_sin.input):
-            x = _find_rotated(graph, rotated)
+            x = attempt(partial(_find_rotated, graph, rotated))
             if x is not None and x in by_cos.input:
                 return x, by_cos.input[1 - by_cos.input.index(x)], sin
     raise MisfitError
 
 
-def _find_rotated(graph: Graph, name: str) -> str | None:
-    """Returns x if a value is rotate_half(x), which is Concat(-second half, first half), else None."""
-    joined = made_by(graph, name, "Concat")
-    negated = made_by(graph, joined.input[0], "Neg") if joined is not None and len(joined.input) == 2 else None
-    if joined is None or negated is None or joined.integer("axis", 0) not in {-1, 3}:
-        return None
-    second, first = _find_half(graph, negated.input[0]), _find_half(graph, joined.input[1])
-    if second is None or first is None or second[0] != first[0]:
-        return None
-    return first[0] if (first[1], second[1]) == (0, 1) else None
+def _find_rotated(graph: Graph, name: str) -> str:
+    """Returns x where a value is rotate_half(x), which is Concat(-second half, first half)."""
+    joined = known(made_by(graph, name, "Concat"))
+    need(len(joined.input) == 2 and joined.integer("axis", 0) in {-1, 3})
+    negated = known(made_by(graph, joined.input[0], "Neg"))
+    (x, first), (other, second) = _find_half(graph, joined.input[1]), _find_half(graph, negated.input[0])
+    need((x, first, second) == (other, 0, 1))
+    return x
 
 
-def _find_half(graph: Graph, name: str) -> tuple[str, int] | None:
-    """Returns (x, 0) for the first half of x along the last of its four axes, (x, 1) for the second half.
-
-    Returns None for any other value.
-    """
-    node = made_by(graph, name, "Slice", "Split")
-    shape = graph.value(node.input[0]).shape if node is not None else None
-    if node is None or shape is None or len(shape) != 4 or shape[3] is None or shape[3] % 2:
-        return None
-    half = shape[3] // 2
-    if graph.dims(name)[-1:] != (half,):
-        return None
+def _find_half(graph: Graph, name: str) -> tuple[str, int]:
+    """Returns (x, 0) for the first half of x along the last of its four axes, (x, 1) for the second half."""
+    node = known(made_by(graph, name, "Slice", "Split"))
+    shape = known(graph.value(node.input[0]).shape)
+    need(len(shape) == 4)
+    half, odd = divmod(known(shape[3]), 2)
+    need(not odd and graph.dims(name)[-1:] == (half,))
     if node.op_type == "Split":
-        return (node.input[0], node.output.index(name)) if node.integer("axis", 0) in {-1, 3} else None
+        need(node.integer("axis", 0) in {-1, 3})
+        return node.input[0], node.output.index(name)
     start, _, axis, step = (graph.number(node.input[at]) if at < len(node.input) else 1 for at in range(1, 5))
-    place = {0: 0, half: 1, -half: 1}.get(int(start)) if start is not None else None
-    return (node.input[0], place) if place is not None and axis in {-1, 3} and step == 1 else None
+    need(axis in {-1, 3} and step == 1)
+    return node.input[0], known({0: 0, half: 1, -half: 1}.get(int(known(start))))
 
 
 def _has_equal_halves(graph: Graph, name: str, shape: tuple[int, ...]) -> bool:
