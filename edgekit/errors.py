@@ -15,7 +15,10 @@ EdgekitError
 
 import contextlib
 import difflib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
+from typing import TypeVar
+
+_Entry = TypeVar("_Entry")
 
 
 class EdgekitError(Exception):
@@ -97,6 +100,17 @@ def suggest_name(word: str, valid: Iterable[str]) -> str:
         return f"did you mean '{spellings[near[0]]}'?"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"valid: {', '.join(names[:_MOST_NAMES])}{more}" if names else "there is nothing to choose from"
+
+
+def look_up(table: Mapping[str, _Entry], name: str, words: str, kind: type[EdgekitError] = UsageError) -> _Entry:
+    """Returns the entry of a table with a name that the user wrote.
+
+    Raises:
+        UsageError: there is none (or the given `kind`), which `words` say.
+    """
+    if name not in table:
+        raise kind(words, hint=suggest_name(name, table))
+    return table[name]
 
 
 def quote_error(error: Exception) -> str:

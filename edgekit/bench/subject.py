@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import open_bundle, read_target, snapshot_bundle
 from edgekit.bundle.golden import read_inputs
@@ -15,7 +14,7 @@ from edgekit.check.check import check_model
 from edgekit.convert.ort_format.report import read_interface
 from edgekit.data.samples import Samples, draw_samples, list_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
-from edgekit.devices.device import Device, Job, make_empty_check
+from edgekit.devices.device import UNCHECKED, Device, Job
 from edgekit.devices.find import default_target
 from edgekit.devices.process.run import REPLAY_SAVED
 from edgekit.devices.register import address_of, load_target_here
@@ -205,9 +204,7 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     def job_for(device: Device) -> Job:
         chosen = target_for(address_of(device))
         # Only emulated arithmetic needs to know which nodes the provider takes.
-        check = make_empty_check(chosen, path.stem, digest_file(path))
-        if model is not None and chosen.provider != CPU_PROVIDER:
-            check = check_model(model, chosen)
+        check = UNCHECKED if model is None or chosen.provider == CPU_PROVIDER else check_model(model, chosen)
         return Job(model=path, target=chosen, precision=chosen.precision, outputs=outputs, check=check, samples=sample)
 
     notes: list[str] = []

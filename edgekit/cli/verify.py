@@ -43,7 +43,7 @@ from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, diff_runs, find_last_good, list_runs, read_run, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, read_report, recheck_report, require_devices
-from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
+from edgekit.verify.two_models import ModelComparison, add_task, compare_models
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,7 +394,7 @@ def compare_command(
         else:
             opening_target = load_target_here(target) if target else default_target(device, first="nnapi")
             found = find_device(device, opening_target)
-            report = compare_on_device(first, second, samples_to_compare, found, opening_target, layers=layers)
+            report = compare_models(first, second, samples_to_compare, (found, opening_target), layers=layers)
         if metric is not None and labels is not None:
             limit = load_metric(metric)
             if max_metric_drop is not None:

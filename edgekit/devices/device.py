@@ -63,6 +63,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue: Queue | None = None
 
 
+UNCHECKED = CheckReport(target="", model="", sha256="", evidence="predicted", settings={}, node_list=(), advice=())
+"""The check of a job for a device that does not imitate the target: it needs no predicted placement."""
+
+
 class Job(RunOptions, frozen=True, kw_only=True):
     """A model file and how an app would open it on the target.
 
@@ -80,22 +84,15 @@ class Job(RunOptions, frozen=True, kw_only=True):
 
     model: Path
     target: Target
-    precision: Precision
+    precision: Precision = "fp32"
     outputs: tuple[TensorSpec, ...]
-    check: CheckReport
+    check: CheckReport = UNCHECKED
     samples: Samples
     timeout_s: float = 300.0
     custom_ops: tuple[Path, ...] = ()
     chosen: frozenset[str] = frozenset()
     digests_hold: bool = False
     on_outputs: Callable[[Tensors], None] | None = None
-
-
-def make_empty_check(target: Target, model: str, sha256: str = "") -> CheckReport:
-    """Returns the check of a job for a device that does not imitate the target: it needs no predicted placement."""
-    return CheckReport(
-        target=target.name, model=model, sha256=sha256, evidence="predicted", settings={}, node_list=(), advice=()
-    )
 
 
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,12 +199,10 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
     command: str | None
 
 
-class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that did not run, why, and the command that installs it (None if nothing on this machine can)."""
+class SkippedDevice(Missing, frozen=True, kw_only=True):
+    """A device that did not run, with what it lacks."""
 
     device: str
-    reason: str
-    command: str | None
 
     def __str__(self) -> str:
         return f"{self.device} skipped: {self.reason}" + (f"; to run it: {self.command}" if self.command else "")

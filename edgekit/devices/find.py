@@ -8,9 +8,9 @@ import msgspec
 from edgekit.devices.android import android, installed
 from edgekit.devices.device import Device, DeviceStatus, Missing
 from edgekit.devices.ios import ios
-from edgekit.devices.local.arm64 import CPUS, Arm64, install_arm64
+from edgekit.devices.local.arm64 import CPUS, install_arm64
 from edgekit.devices.local.emulated import Emulated
-from edgekit.devices.local.host import ARCH_SOCS, UNITS, CoreMl, Host, Native, QnnSimulator
+from edgekit.devices.local.host import ARCH_SOCS, UNITS, CoreMl, Host, QnnSimulator
 from edgekit.devices.local.provider import LocalProvider, provider_devices
 from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
@@ -21,15 +21,15 @@ from edgekit.target import Session, Target, load_target
 
 _DEVICES: dict[str, Device] = {
     "host": Host(),
-    "host:native": Native(),
+    "host:native": Host(native=True),
     "qnn-htp-sim": QnnSimulator(),
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
     "android": android.Android(),
     "android:x86_64": android.Android(cpu=android.X86_64, evidence=Evidence.SAME_EP),
     ios.NAME: ios.IosSimulator(),
-    "arm64": Arm64(),
-    **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
-    "arm64:native": Native(arm=True, evidence=Evidence.SAME_ARCH),
+    "arm64": Host(cpu=CPUS[0], evidence=Evidence.SAME_ARCH),
+    **{f"arm64:{cpu}": Host(cpu=cpu, evidence=Evidence.SAME_ARCH) for cpu in CPUS},
+    "arm64:native": Host(cpu=CPUS[0], native=True, evidence=Evidence.SAME_ARCH),
     "host:haswell": Host(cpu="Haswell"),
     "emulated": Emulated(),
     "coreml": CoreMl(),
@@ -155,7 +155,7 @@ def install_device(
         progress(found.describe())
     elif missing is None:
         progress(f"'{name}' can run already")
-    elif isinstance(device, Arm64):
+    elif isinstance(device, Host) and device.is_arm:
         install_arm64(progress)
         progress(f"'{name}' is installed")
     else:

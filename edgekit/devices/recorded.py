@@ -18,7 +18,7 @@ from edgekit._files import digest_file, open_regular, read_chunks, replacing_fil
 from edgekit.bundle.sign import DigestSignature, check_digest_signature, sign_digest
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
-from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, PlacedNode, WrappedDevice
+from edgekit.devices.device import Count, Device, DeviceRun, Job, Measured, Milliseconds, PlacedNode, WrappedDevice
 from edgekit.devices.process import exchange
 from edgekit.errors import DataError, DeviceError
 from edgekit.evidence import Evidence
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 _Line = Annotated[str, msgspec.Meta(max_length=2000)]
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Claim(Measured, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a file claims about a run, with the digests of the bundle, the model file, the inputs and the outputs.
 
     The outputs of `samples` samples follow, and then those of the `turns` of a session that was run step by step.
@@ -52,11 +52,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     evidence: Evidence
     placement: tuple[PlacedNode, ...]
     placement_source: Literal["session", "profile", "log", "predicted"]
-    load_ms: Milliseconds
-    latency_ms: tuple[Milliseconds, ...]
-    elapsed_ms: tuple[Milliseconds, ...]
     waited_ms: Milliseconds
-    peak_rss_bytes: Count
     versions: dict[_Word, _Line]
     failure: _Line | None
     notes: tuple[_Line, ...]

@@ -135,6 +135,7 @@ def _compare_models(old: Path, new: Path) -> Delta:
 
 def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
     first, second = old[1].manifest, new[1].manifest
+    sizes = [{name: entry.size_bytes for name, entry in manifest.files.items()} for manifest in (first, second)]
     files = sorted(_list_changes(first.files, second.files))
     tables = [to_builtins(manifest) for manifest in (first, second)]
     facts = [{key: value for key, value in table.items() if key not in _LISTED_APART} for table in tables]
@@ -143,16 +144,11 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
         old=old[0],
         new=new[0],
         kind="bundle",
-        old_bytes=sum(entry.size_bytes for entry in first.files.values()),
-        new_bytes=sum(entry.size_bytes for entry in second.files.values()),
-        update_bytes=sum(after.size_bytes for _, _, after in files if after is not None),
+        old_bytes=sum(sizes[0].values()),
+        new_bytes=sum(sizes[1].values()),
+        update_bytes=sum(sizes[1].get(name, 0) for name, *_ in files),
         files=tuple(
-            FileChange(
-                name=name,
-                old_bytes=None if before is None else before.size_bytes,
-                new_bytes=None if after is None else after.size_bytes,
-            )
-            for name, before, after in files
+            FileChange(name=name, old_bytes=sizes[0].get(name), new_bytes=sizes[1].get(name)) for name, *_ in files
         ),
         facts=tuple(_compare_facts(facts[0], facts[1])),
         placement=tuple(_compare_facts(to_builtins(first.placement), to_builtins(second.placement))),

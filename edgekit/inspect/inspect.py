@@ -260,9 +260,8 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files)
 
 
-class _Weight(msgspec.Struct, frozen=True, kw_only=True):
-    size_bytes: int
-    sha256: str
+_Weight = tuple[int, str]
+"""The bytes of a weight, and the digest of its content."""
 
 
 def measure_sizes(path: Path) -> SizeReport:
@@ -291,7 +290,7 @@ def measure_layers(path: Path) -> tuple[LayerSize, ...]:
             parts = list(iterate_ort_graphs(table(table(file.root, "model"), "graph")))
             for tensor in (tensor for part in parts for tensor in records(part, "initializers")):
                 data = bytes(tensor.get("raw_data", b""))  # type: ignore[arg-type]
-                weights[text(tensor, "name")] = _Weight(size_bytes=len(data), sha256=digest_bytes(data))
+                weights[text(tensor, "name")] = (len(data), digest_bytes(data))
             return _assign_weights([node for part in parts for node in read_nodes(part)], weights, None)
     model = load_model(path)
     graph, graphs = assume_sizes(read_graph(model)), list(iterate_graphs(read_proto(model).graph))
@@ -346,9 +345,9 @@ def _assign_weights(
             LayerSize(
                 name=node.name or first,
                 op=node.op,
-                weight_bytes=sum(weight.size_bytes for weight in own),
+                weight_bytes=sum(size for size, _ in own),
                 macs=None if macs is None else macs.get(first, 0),
-                sha256=digest_bytes("".join(weight.sha256 for weight in own).encode()),
+                sha256=digest_bytes("".join(digest for _, digest in own).encode()),
             )
         )
     return tuple(layers)
@@ -361,4 +360,4 @@ def _measure_weight(tensor: onnx.TensorProto) -> _Weight:
         # Names change with every export; only a change of the content makes it another layer.
         bare.ClearField("name")
         data = bare.SerializeToString(deterministic=True)
-    return _Weight(size_bytes=len(data), sha256=digest_bytes(data))
+    return (len(data), digest_bytes(data))

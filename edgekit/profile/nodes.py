@@ -23,7 +23,7 @@ from edgekit._ort import VERSION, Level
 from edgekit.bench.latency import find_steady
 from edgekit.check.macs import count_macs
 from edgekit.data.samples import list_samples
-from edgekit.devices.device import DeviceRun, Job, make_empty_check
+from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import cpu_target
 from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError, OutputError
@@ -301,14 +301,11 @@ def find_roof(device: str, threads: int, run: Runs, work: Path, *, probe_again: 
 def _run_probe(device: str, threads: int, run: Runs, work: Path) -> Roof:
     model = work / "probe.onnx"
     write_file(model, make_probe().SerializeToString())
-    target = cpu_target()
     sample: Tensors = {"x": np.array([0.5], np.float32), "u": np.array([3], np.uint8)}
     job = Job(
         model=model,
-        target=target,
-        precision=target.precision,
+        target=cpu_target(),
         outputs=tuple(TensorSpec(name=output, dtype=dtype, shape=()) for *_, output, dtype in _PROBE_KERNELS),
-        check=make_empty_check(target, "probe"),
         samples=list_samples([sample], "probe"),
         repeat=_PROBE_RUNS,
         threads=threads,

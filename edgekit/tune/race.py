@@ -27,7 +27,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.target import Thresholds
 from edgekit.tune.space import Goal
 from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
-from edgekit.verify.metrics.outputs import judge_output
+from edgekit.verify.metrics.outputs import weigh_output
 
 GATE = Thresholds(min_cosine=0.999, min_top1_agreement=0.0, min_sqnr_db=30.0)
 """The limits for the outputs of a bare model, compared with those of the default settings.
@@ -150,7 +150,7 @@ def judge_outputs(
     """Returns the lowest SQNR of the outputs in dB (None if none is numeric), and why they fail (None if they pass)."""
     reports = compare_outputs(reference, got) if bundle is None else compare_bundled(bundle, reference, got)
     ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
-    failures = [reason for report in reports for reason in judge_output(report, gate)]
+    failures = [reason for report in reports for reason in weigh_output(report, gate).failures]
     return min(ratios, default=None), f"its outputs differ: {failures[0]}" if failures else None
 
 

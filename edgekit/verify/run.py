@@ -31,7 +31,7 @@ from edgekit.verify.layers.on_device import LAYER_SAMPLES, look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_bundled, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
-from edgekit.verify.metrics.outputs import OutputReport, describe_agreements, doubt_output, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, describe_agreements, weigh_output
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.state import run_sequences
@@ -83,12 +83,8 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
         return find_impossible_time((*self.run.latency_ms, self.run.load_ms))
 
 
-class _Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The outputs as other devices' are compared with them, or None if some samples did not come back."""
-
-    report: RunReport
-    kept: sizes.KeptOutputs | None = None
-    scored: own_model.Scored | None = None
+_Done = tuple[RunReport, sizes.KeptOutputs | None, own_model.Scored | None]
+"""A run, and its outputs and scores as other devices' are compared with them, if all came back."""
 
 
 def verify_bundle(
@@ -171,12 +167,12 @@ def _run_devices(
         run_together(
             [lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(own_model.list_broken_forms(private))]
         )
-        reports = tuple(done.report for done in runs)
+        reports = tuple(report for report, *_ in runs)
         if request.task is not None:
-            scored = [(done.report, done.scored) for done in runs]
+            scored = [(report, scored) for report, _, scored in runs]
             golden, place = request.golden or private.golden, work / "stand-in"
             reports = own_model.add_stand_ins(private, golden, request.task, scored, place)
-        return reports, tuple(broken), tuple(done.kept for done in runs if done.kept is not None)
+        return reports, tuple(broken), tuple(kept for _, kept, _ in runs if kept is not None)
 
 
 def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
@@ -228,12 +224,12 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
         )
         # A run whose outputs have no digest is incomplete.
         if not report.outputs_sha256:
-            return _Done(report=report)
+            return report, None, None
         scored, labels = None, read_labels(golden)
         if request.task is not None and labels is not None:
             scored = own_model.score_run(request.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
         kept = sizes.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
-        return _Done(report=report, kept=kept, scored=scored)
+        return report, kept, scored
 
 
 def _measure_run(trial: _Trial) -> RunReport:
@@ -298,12 +294,8 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     if trial.own is not None:
         # The source model was quantized already.
         is_given = manifest.precision in INTEGERS and manifest.ancestry.quantized is None
-        names = {output.name for output in manifest.outputs} if is_given else set[str]()
+        names = {output.name for output in manifest.outputs} if is_given else own_model.list_moved_outputs(trial.bundle)
         unfaithful = find_unfaithful(trial.own, reference, got, may_be_equal=names)
-        # The model is read only for a device that would be accused.
-        if unfaithful and not is_given:
-            moved = own_model.list_moved_outputs(trial.bundle)
-            unfaithful = find_unfaithful(trial.own, reference, got, may_be_equal=moved)
     faults = [(output, output.mismatch or unfaithful.get(output.name)) for output in reports]
     outputs = [msgspec.structs.replace(output, mismatch=fault) for output, fault in faults]
     failing = _name_wrong(outputs, trial)
@@ -319,7 +311,7 @@ def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial) -> Ite
     other samples are taken to be the device's too.
     """
     manifest, done = trial.bundle.manifest, len(trial.rows)
-    doubtful = {each.name for each in outputs if each.agreements and doubt_output(each, manifest.thresholds)}
+    doubtful = {each.name for each in outputs if each.agreements and weigh_output(each, manifest.thresholds).unproven}
     readings = {name: each for name, each in (manifest.readings or {}).items() if name in doubtful}
     if trial.own is None or done == trial.golden.samples or not readings:
         yield from outputs
@@ -335,7 +327,7 @@ def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial) -> Ite
 
 
 def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
-    return [output.name for output in outputs if judge_output(output, trial.bundle.manifest.thresholds)]
+    return [output.name for output in outputs if weigh_output(output, trial.bundle.manifest.thresholds).failures]
 
 
 def _list_findings(trial: _Trial) -> Iterator[str]:

@@ -12,7 +12,7 @@ from edgekit.data.samples import order_for_runs
 from edgekit.evidence import Evidence, Judgement, Verdict, join_judgements
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import INPUT, UNSTEADY, Located
-from edgekit.verify.metrics.outputs import OutputReport, judge_output, weigh_output
+from edgekit.verify.metrics.outputs import OutputReport, weigh_output
 from edgekit.verify.state import StateReport, judge_state
 from edgekit.verify.task_scores import Accuracy, TaskReport, judge_task
 
@@ -35,38 +35,39 @@ class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int = 0
 
 
-class FileReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A model file that a run did not open, opened on the same device as an app would open it.
+class OtherFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A model file of the bundle that ran besides that of the run itself.
 
-    `provider_nodes` counts the nodes that each provider took; `placed` says which, or is None if that is unknown.
-    `outputs` say how far a few samples were from the float model, and `failure` says why there are none; `crashed`
-    means that the program of an emulator died.
+    `provider_nodes` counts the nodes that each provider took. `outputs` say how far a few samples were from the float
+    model, and `failure` says why there are none; `crashed` means that the program of an emulator died.
     """
 
     file: str
-    form: str
     provider_nodes: dict[str, int] = {}
-    placed: Placed | None = None
-    load_ms: float = 0.0
     outputs: tuple[OutputReport, ...] = ()
     failure: str | None = None
     crashed: bool = False
 
 
-class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
+class FileReport(OtherFile, frozen=True, kw_only=True):
+    """A file of another form, opened on the same device as an app would open it.
+
+    `placed` says which nodes the provider took, or is None if that is unknown.
+    """
+
+    form: str
+    placed: Placed | None = None
+    load_ms: float = 0.0
+
+
+class BucketReport(OtherFile, frozen=True, kw_only=True):
     """The figures of samples padded to one size: `outputs` compares them with the float model's without padding.
 
-    `lengths` are those of the samples that ran, empty if none did; `failure` says why there are no figures; `crashed`
-    means that the program of an emulator died.
+    `lengths` are those of the samples that ran, empty if none did.
     """
 
     size: int
-    file: str
     lengths: tuple[int, ...] = ()
-    provider_nodes: dict[str, int] = {}
-    outputs: tuple[OutputReport, ...] = ()
-    failure: str | None = None
-    crashed: bool = False
 
 
 class SizesReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +241,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     def explanations(self) -> tuple[str, ...]:
         """Possible explanations of a run that does not pass: known traps, the layer, and the padding of samples."""
         filled = () if self.sizes is None else self.sizes.filled
-        padded = next((line for output in filled for line in judge_output(output, self.thresholds)), None)
+        padded = next((line for output in filled for line in weigh_output(output, self.thresholds).failures), None)
         changes = "padding changes the result of the float model itself, as where no mask hides it"
         padding = f"{changes}: {padded}; give the model a mask, or build it for one size"
         return (*self.traps, *_explain_layers(self.located), *(() if padded is None else (padding,)))
@@ -265,7 +266,7 @@ def _judge_end(run: RunReport) -> tuple[str, ...]:
     return ()
 
 
-def _judge_file(file: FileReport | BucketReport, begin: str, run: RunReport) -> Judgement:
+def _judge_file(file: OtherFile, begin: str, run: RunReport) -> Judgement:
     """Returns the judgement on a model file that ran besides the run's own; `begin` begins each of its lines."""
     if file.failure is not None:
         return Judgement(failures=(f"{begin}, which does not run there: {file.failure}",))

@@ -21,7 +21,7 @@ from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.outputs import Decibels, OutputReport, judge_output
+from edgekit.verify.metrics.outputs import Decibels, OutputReport, weigh_output
 from edgekit.verify.metrics.tensor_metrics import decibels
 
 ACCEPTED_DB = -10 * math.log10(DEFAULT_MAX_DROP)
@@ -88,7 +88,7 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Judgement:
         return Judgement(unproven=(stopped,))
     if not report.outputs:
         return Judgement(failures=("step by step nothing was compared",))
-    lines = (line for output in report.outputs for line in judge_output(output, thresholds))
+    lines = (line for output in report.outputs for line in weigh_output(output, thresholds).failures)
     failures = [f"with its own state over {steps} steps, {line}" for line in lines]
     for drift in report.read:
         late, lost = drift.late_fed_back, drift.lost_db

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from edgekit.data.labels import Boxes, Label, LabelKind
 from edgekit.data.samples import Samples, load_function
-from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, reraised, suggest_name
+from edgekit.errors import DataError, EdgekitError, MissingExtraError, look_up, quote_error, reraised
 from edgekit.machine import spell_install
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, ranks_classes
@@ -40,9 +40,7 @@ def decode_text(value: Array, limit: TaskLimit) -> str:
         DataError: the output is nothing that the decoder reads.
     """
     name = limit.decoder or ("strings" if value.dtype.kind in "UO" else "ctc-greedy")
-    if (decode := DECODERS.get(name)) is None:
-        raise UsageError(f"there is no decoder '{name}'", hint=suggest_name(name, DECODERS))
-    return decode(value, limit)
+    return look_up(DECODERS, name, f"there is no decoder '{name}'")(value, limit)
 
 
 def decode_strings(value: Array, _limit: TaskLimit) -> str:
@@ -245,9 +243,7 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
             unit="value",
             higher_is_better=limit.higher_is_better,
         )
-    if (metric := METRICS.get(limit.name)) is None:
-        raise UsageError(f"there is no metric '{limit.name}'", hint=suggest_name(limit.name, METRICS))
-    return metric
+    return look_up(METRICS, limit.name, f"there is no metric '{limit.name}'")
 
 
 def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Sequence[Label]) -> TaskReport:
@@ -349,14 +345,14 @@ def read_exact(outputs: Tensors, label: str, limit: TaskLimit) -> tuple[float, f
     return float(read_words(outputs, limit) == label), 1.0
 
 
-def read_edits(outputs: Tensors, label: str, limit: TaskLimit) -> tuple[float, float]:
-    """Returns the edit distance (Levenshtein 1966) of the decoded text to the label, and the label's length."""
-    return float(count_edits(label, read_words(outputs, limit))), float(len(label))
+def read_edits(
+    outputs: Tensors, label: str, limit: TaskLimit, *, split: Callable[[str], Sequence[str]]
+) -> tuple[float, float]:
+    """Returns the edit distance (Levenshtein 1966) of the decoded text to the label, and the label's length.
 
-
-def read_word_errors(outputs: Tensors, label: str, limit: TaskLimit, *, letters: bool) -> tuple[float, float]:
-    """Returns the edits of words (or letters, without the spaces around a text), and how many the label has."""
-    wanted, found = (list(text.strip()) if letters else text.split() for text in (label, read_words(outputs, limit)))
+    Both count the parts into which `split` divides a text: letters, or words.
+    """
+    wanted, found = (split(text) for text in (label, read_words(outputs, limit)))
     return float(count_edits(wanted, found)), float(len(wanted))
 
 
@@ -457,27 +453,26 @@ def find_output(outputs: Tensors, limit: TaskLimit, fits: Callable[[Array], bool
         DataError: there is no such output.
     """
     if limit.output:
-        if limit.output not in outputs:
-            raise DataError(f"there is no output '{limit.output}'", hint=suggest_name(limit.output, outputs))
-        return outputs[limit.output]
+        return look_up(outputs, limit.output, f"there is no output '{limit.output}'", DataError)
     if (found := next((value for value in outputs.values() if fits(value)), None)) is None:
         words = f"metric '{limit.name}' can read no output of {', '.join(outputs)}"
         raise DataError(words, hint="name it: output = ...")
     return found
 
 
+_SPLITS: Mapping[str, Callable[[str], Sequence[str]]] = {"edit-distance": list, "wer": str.split, "cer": str.strip}
 METRICS: Mapping[str, TaskMetric] = {
     "top1": TaskMetric(labels="class", read=partial(read_hit, k=1), prepare=prepare_ratio, hits=True),
     "top3": TaskMetric(labels="class", read=partial(read_hit, k=3), prepare=prepare_ratio, hits=True),
     "top5": TaskMetric(labels="class", read=partial(read_hit, k=5), prepare=prepare_ratio, hits=True),
     "exact-match": TaskMetric(labels="text", read=read_exact, prepare=prepare_ratio, hits=True),
-    "edit-distance": TaskMetric(labels="text", read=read_edits, prepare=prepare_ratio, higher_is_better=False),
-    "wer": TaskMetric(
-        labels="text", read=partial(read_word_errors, letters=False), prepare=prepare_ratio, higher_is_better=False
-    ),
-    "cer": TaskMetric(
-        labels="text", read=partial(read_word_errors, letters=True), prepare=prepare_ratio, higher_is_better=False
-    ),
+    **{
+        # The spaces around a text are no errors of letters or words.
+        name: TaskMetric(
+            labels="text", read=partial(read_edits, split=split), prepare=prepare_ratio, higher_is_better=False
+        )
+        for name, split in _SPLITS.items()
+    },
     "miou": TaskMetric(labels="array", read=read_masks, prepare=prepare_masks),
     "auc": TaskMetric(labels="class", read=read_score, prepare=prepare_auc, rounds=200),
     "map": TaskMetric(labels="boxes", read=read_detections, prepare=prepare_map, rounds=100),

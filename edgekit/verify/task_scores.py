@@ -92,77 +92,55 @@ def describe_difference(report: TaskReport) -> str:
     return words
 
 
-class _Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss of a metric with its limit `most`, and the ends of its interval, None if unknown.
-
-    `said` tells the loss in words, `worst` the worse end, `bound` the limit; `least` is the limit as the difference of
-    the two scores.
-    """
-
-    said: str
-    worst: str
-    bound: str
-    value: float
-    ends: tuple[float, float] | None
-    most: float
-    least: float
-
-
 def _judge_limits(report: TaskReport, got: float, limit: TaskLimit) -> Iterator[Judgement]:
     """Yields the judgement by each limit that is set."""
     most, share, least = limit.max_drop, limit.min_share, limit.at_least
+
+    def judge(
+        said: str, worst: str, bound: str, value: float, ends: tuple[float, float] | None, most: float, least: float
+    ) -> Judgement:
+        """Returns the judgement on a loss `value` whose limit is `most`; `ends` are those of its interval, if known.
+
+        `said` tells the loss in words, `worst` its worse end, `bound` the limit; `least` is the limit as the difference
+        of the two scores.
+        """
+        if value > most + 1e-9:
+            return _refuse(report, f"{said}, {bound}", may_be_luck=ends is None or ends[0] <= most)
+        if limit.gate == "estimate" or (ends is not None and ends[1] <= most + 1e-9):
+            return Judgement()
+        if ends is None:
+            words = f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
+            return Judgement(unproven=(words,))
+        # By the samples that became right or wrong if these were counted, else by the width of the interval.
+        if report.gained is None or report.lost is None:
+            enough = find_enough(report.samples, ends[1] - value, most - value)
+        else:
+            enough = find_enough_pairs(report.samples, report.gained, report.lost, least)
+        could = f"{said}, and with {report.samples} samples it could be {worst}, {bound}"
+        return Judgement(unproven=(could + describe_enough(enough),))
+
     if most is not None:
         factor = 100.0 if report.unit == "share" else 1.0
         sign = factor if report.higher_is_better else -factor
         drop = sign * (report.reference - got)
         low, high = sorted(-sign * end for end in report.interval or (0.0, 0.0))
-        yield _judge_loss(report, limit, _Loss(
-            said=f"is {drop:.2f} points worse than the float model",
-            worst=f"{high:.2f}",
-            bound=f"more than {most:g}",
-            value=drop,
-            ends=None if report.interval is None else (low, high),
-            most=most,
-            least=-most / factor,
-        ))  # fmt: skip
+        ends = None if report.interval is None else (low, high)
+        said, bound = f"is {drop:.2f} points worse than the float model", f"more than {most:g}"
+        yield judge(said, f"{high:.2f}", bound, drop, ends, most, -most / factor)
     if share is not None and (not report.higher_is_better or report.reference <= 0.0):
         reason = "lower is better" if not report.higher_is_better else "the float model's is not above 0"
         yield Judgement(failures=(f"cannot be limited by min_share, since {reason}; use max_drop",))
     elif share is not None:
         low, high = report.share_interval or (0.0, 0.0)
-        yield _judge_loss(report, limit, _Loss(
-            said=f"is {got / report.reference:.1%} of the float model's",
-            worst=f"{low:.1%}",
-            bound=f"less than {share:.1%}",
-            value=-got / report.reference,
-            ends=None if report.share_interval is None else (-high, -low),
-            most=-share,
-            least=(share - 1.0) * report.reference,
-        ))  # fmt: skip
+        ends, kept = None if report.share_interval is None else (-high, -low), got / report.reference
+        said, bound = f"is {kept:.1%} of the float model's", f"less than {share:.1%}"
+        yield judge(said, f"{low:.1%}", bound, -kept, ends, -share, (share - 1.0) * report.reference)
     if least is not None and not (got >= least if report.higher_is_better else got <= least):
         words = "below" if report.higher_is_better else "above"
         # Where right answers are counted, the interval of their share tells what more samples could still show.
         is_counted = report.gained is not None and report.unit == "share"
         best = wilson_interval(round(got * report.samples), report.samples)[1] if is_counted else least
         yield _refuse(report, f"is {format_score(report, got)}, {words} {least:g}", may_be_luck=best >= least)
-
-
-def _judge_loss(report: TaskReport, limit: TaskLimit, loss: _Loss) -> Judgement:
-    value, ends, most = loss.value, loss.ends, loss.most
-    if value > most + 1e-9:
-        return _refuse(report, f"{loss.said}, {loss.bound}", may_be_luck=ends is None or ends[0] <= most)
-    if limit.gate == "estimate" or (ends is not None and ends[1] <= most + 1e-9):
-        return Judgement()
-    if ends is None:
-        words = f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
-        return Judgement(unproven=(words,))
-    # Computed from the samples that became right or wrong if these were counted, else from the width of the interval.
-    if report.gained is None or report.lost is None:
-        enough = find_enough(report.samples, ends[1] - value, most - value)
-    else:
-        enough = find_enough_pairs(report.samples, report.gained, report.lost, loss.least)
-    could = f"{loss.said}, and with {report.samples} samples it could be {loss.worst}, {loss.bound}"
-    return Judgement(unproven=(could + describe_enough(enough),))
 
 
 def _refuse(report: TaskReport, line: str, *, may_be_luck: bool) -> Judgement:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -84,13 +83,17 @@ def limit_ratio(min_sqnr_db: float | None) -> Thresholds:
     return msgspec.structs.replace(LIMITS, min_sqnr_db=min_sqnr_db, named=("min_sqnr_db",))
 
 
-def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:
-    """Runs both models here with every optimisation off and returns how far `b` is from `a`.
+def compare_models(
+    a: Model, b: Model, samples: Samples, on: tuple[Device, Target] | None = None, *, layers: bool = False
+) -> ModelComparison:
+    """Returns how far model `b` is from model `a`: both run here without optimisation, or `b` runs `on` a device.
 
     Floats are cast if the two models have different float types. Inputs or outputs without a common name are matched by
-    position.
+    position. On a device, `layers` means that the first layer is looked for that it computes differently from this
+    machine: by the tensors inside; if the device cannot return these, model `b` is cut into parts.
 
     Raises:
+        DeviceError: the device is not there.
         ModelError: the layers were asked for, and the models have none in common.
         UsageError: the samples do not fit a model.
         RuntimeRefusal: ONNX Runtime cannot run a model.
@@ -100,46 +103,28 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
     both = map_samples(samples, lambda given: {**given, **{b: given[a] for b, a in inputs.items() if a in given}})
     # Refused here, an input of another name, type or shape is no finding about an output.
     adapt_sample(next(iter(both), {}), b)
-    wanted = keep_small(_run_model(a, both, {}))
+    wanted = keep_small(_run_model(a, both))
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
 
-    return ModelComparison(
-        a=a.name,
-        b=b.name,
-        samples=samples.count,
-        outputs=_compare_outputs(a, b, wanted, keep_small(_run_model(b, both, dtypes, outputs)), outputs),
-        layers=compare_layers(a, b, both) if layers else (),
-        renamed={**inputs, **outputs},
-    )
-
-
-def compare_on_device(
-    a: Model, b: Model, samples: Samples, device: Device, target: Target, *, layers: bool
-) -> ModelComparison:
-    """Runs model `a` here and model `b` on a device, and returns how far apart they are.
-
-    With `layers` it also looks for the first layer that the device computes differently from this machine. It compares
-    the tensors inside; if the device cannot return these, it cuts model `b` into parts.
-
-    Raises:
-        DeviceError: the device is not there.
-        UsageError: the samples do not fit a model.
-    """
-    with work_folder() as work:
-        job = open_job(b, target, map_samples(samples, lambda sample: adapt_sample(sample, b)))
-        run = device.run_job(job, work / "run")
-        wanted = keep_small(_run_model(a, samples, {}))
-
+    def compare(found: Samples) -> ModelComparison:
+        adapted = map_samples(found, lambda row: _adapt_outputs(row, dtypes, outputs), source=found.source)
         return ModelComparison(
             a=a.name,
             b=b.name,
             samples=samples.count,
-            outputs=_compare_outputs(a, b, wanted, run.outputs, {}),
-            layers=(),
-            device=device.name,
-            failure=run.failure,
-            located=find_device_layer(device, job, work / "layers") if layers else None,
+            outputs=_compare_outputs(a, b, wanted, keep_small(adapted), outputs),
+            layers=compare_layers(a, b, both) if layers and on is None else (),
+            renamed={**inputs, **outputs},
         )
+
+    if on is None:
+        return compare(_run_model(b, both))
+    device, target = on
+    with work_folder() as work:
+        job = open_job(b, target, map_samples(both, lambda sample: adapt_sample(sample, b)))
+        run = device.run_job(job, work / "run")
+        located = find_device_layer(device, job, work / "layers") if layers else None
+        return msgspec.structs.replace(compare(run.outputs), device=device.name, failure=run.failure, located=located)
 
 
 def _compare_outputs(
@@ -175,7 +160,7 @@ def add_task(
     path, every = labels
     known = read_task_labels(path, find_metric(limit).labels, every)
     chosen = [known[index] for index in spread_indices(every.count, samples.count)]
-    task = measure_task(limit, _run_model(a, samples, {}), _run_model(b, samples, {}), chosen)
+    task = measure_task(limit, _run_model(a, samples), _run_model(b, samples), chosen)
     return msgspec.structs.replace(report, task=task, task_limit=limit)
 
 
@@ -185,17 +170,15 @@ def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[
     return {theirs.name: mine.name for mine, theirs in zip(of_a, of_b, strict=True)} if is_other else {}
 
 
-def _run_model(
-    model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]], renamed: Mapping[str, str] = MappingProxyType({})
-) -> Samples:
+def _run_model(model: Model, samples: Samples) -> Samples:
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
+    return map_samples(samples, lambda sample: session.run(adapt_sample(sample, model)), source=str(model.path))
 
-    def run(sample: Tensors) -> Tensors:
-        found = session.run(adapt_sample(sample, model))
-        outputs = {renamed.get(name, name): value for name, value in found.items()}
-        for name in outputs.keys() & dtypes.keys():
-            if outputs[name].dtype.kind == dtypes[name].kind == "f":
-                outputs[name] = outputs[name].astype(dtypes[name])
-        return outputs
 
-    return map_samples(samples, run, source=str(model.path))
+def _adapt_outputs(found: Tensors, dtypes: Mapping[str, np.dtype[Any]], renamed: Mapping[str, str]) -> Tensors:
+    """Returns the outputs of `b` by the names in `a`, with floats in the float types of `a`."""
+    outputs = {renamed.get(name, name): value for name, value in found.items()}
+    return {
+        name: value.astype(dtypes[name]) if name in dtypes and value.dtype.kind == dtypes[name].kind == "f" else value
+        for name, value in outputs.items()
+    }

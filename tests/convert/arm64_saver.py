@@ -6,9 +6,9 @@ from pathlib import Path
 
 from edgekit.convert.ort_form import Style
 from edgekit.convert.ort_format.canonical import canonicalize_file
-from edgekit.devices.local.arm64 import PYTHON, Arm64, arm64_root, enter_arm64, folder_in_arm64
+from edgekit.devices.local.arm64 import PYTHON, arm64_root, enter_arm64, find_missing_root, folder_in_arm64
 
-MISSING = Arm64().find_missing()
+MISSING = find_missing_root()
 
 PROGRAM = """
 import sys

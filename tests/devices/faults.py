@@ -85,7 +85,7 @@ def _in(kind: str, service: str = "", after: int = 0) -> dict[str, Any]:
 
 _ENDED = "(before the first outputs|at sample .*|after the last sample): "
 _LOTS = "echo x 1 2 3 4; echo x 99999999 1 99999999 1"
-_READING, _LOOKING, _PREPARING = "reading its properties", "looking at what is there", "preparing its folder"
+_READING, _LOOKING = "reading its properties", "looking at what is there"
 _SENDING, _CHECKING = "sending files", "checking what arrived"
 _RUN, _SYNC = "wait $p", "tar -xf"
 _LOSING_TAR = _program("tar", "head -c 1000 >0; cat >/dev/null")
@@ -109,10 +109,10 @@ ADB_FAULTS = (
     Fault("no-exit-packet", "", _out("no-exit", "getprop")),
     # What is there.
     Fault("folder-blocked", f"{_LOOKING}: ", prepare=_blocked("data/local/tmp/edgekit")),
-    Fault("look-dropped", f"{_LOOKING}: the link broke", _out("drop", ".files", 15)),
-    Fault("look-vanished", f"{_LOOKING}: ", _out("vanish", ".files")),
-    Fault("noisy-shell", "writes 'hello'", _out("prefix", ".files")),
-    Fault("prepare-closed", f"{_PREPARING}: ", _out("close", "mkdir part", 10)),
+    Fault("look-dropped", f"{_LOOKING}: the link broke", _out("drop", "df -Pk", 15)),
+    Fault("look-vanished", f"{_LOOKING}: ", _out("vanish", "df -Pk")),
+    Fault("noisy-shell", "writes 'hello'", _out("prefix", "df -Pk")),
+    Fault("prepare-closed", f"{_SENDING}: ", _out("close", "mkdir part", 10)),
     # Sending files.
     Fault("push-dropped", f"{_SENDING}: ", _in("drop", _SYNC, 5 * MIB), quick=True),
     Fault("push-closed", f"{_SENDING}: ", _in("close", _SYNC, 3 * MIB)),
@@ -129,8 +129,8 @@ ADB_FAULTS = (
     Fault("disk-full-unseen", f"{_SENDING}: tar: .*", prepare=_program("df", _LOTS), space_bytes=4 * MIB),
     Fault("no-digests", f"{_CHECKING}: ", prepare=_program("sha256sum", "echo no >&2; exit 1")),
     Fault("wrong-digests", f"{_CHECKING}: .*damaged", prepare=_program("sha256sum", "cat >/dev/null; echo 00 -")),
-    Fault("check-dropped", f"{_CHECKING}: the link broke", _out("drop", "printf", 15)),
-    Fault("check-stalled", f"{_CHECKING}: it does not answer", _out("stall", "printf")),
+    Fault("check-dropped", f"{_CHECKING}: the link broke", _out("drop", "ls -t", 15)),
+    Fault("check-stalled", f"{_CHECKING}: it does not answer", _out("stall", "ls -t")),
     Fault("rename-fails", f"{_CHECKING}: mv is broken", prepare=_program("mv", "echo mv is broken >&2; exit 1")),
     # The run.
     Fault("run-refused", "before the first outputs: ", _out("refuse", _RUN)),

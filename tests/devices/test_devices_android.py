@@ -18,7 +18,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.devices.android.android import NNAPI, XNNPACK
 from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_archive
-from edgekit.devices.android.nnapi.compute import find_feature_level
+from edgekit.devices.android.nnapi.network import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.local.runner import PROGRAM
 from edgekit.devices.observe import observe_placement
@@ -217,16 +217,6 @@ def test_nnapi_itself_places_weights_per_channel_by_api_level(api: str, tmp_path
     run = require_device("android:x86_64", "nnapi").run_job(job, work)
     assert run.load_ms > 0
     assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI if int(api) >= 29 else CPU_PROVIDER}
-
-
-def test_xnnpack_s_crash_on_a_node_without_inputs_is_named(tmp_path: Path, work: Path) -> None:
-    body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { r = RandomUniform<shape=[1,4,8,8]>() y = Add(x, r) }"
-    model = text_model(tmp_path / "r.onnx", body)
-    require_device("android", "xnnpack")
-    run = require_device("android:x86_64", "xnnpack").run_job(make_job(model, "xnnpack"), work)
-    assert "RandomUniform 'n0' has no input: there XNNPACK's provider for x86-64 crashes" in str(run.failure)
-    assert str(run.failure).endswith("; 'android' runs it")
-    assert run.crashed
 
 
 def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(

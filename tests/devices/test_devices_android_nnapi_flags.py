@@ -85,7 +85,7 @@ def test_a_relaxed_network_computes_in_half_precision() -> None:
     with np.errstate(over="ignore"):
         assert np.array_equal(got, round_to_half(round_to_half(value) + round_to_half(constant)))
     assert np.isinf(got[0])
-    assert computer.describe().relaxed
+    assert computer.describe().halves
 
 
 @pytest.mark.parametrize(

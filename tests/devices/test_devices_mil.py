@@ -19,14 +19,13 @@ from onnx import helper
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.ios.mil.compute import (
     Computer,
-    Facts,
     compute_program,
     read_package,
     read_program,
     require_known,
 )
 from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
-from edgekit.devices.process.pipes import answer_questions
+from edgekit.devices.process.pipes import Facts, answer_questions
 from edgekit.model.tensors import Array
 
 X = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)

@@ -20,7 +20,7 @@ from edgekit.recipe import Data, Recipe
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_outputs, weigh_detections
-from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, weigh_output
 from edgekit.verify.run import verify_bundle
 
 LIMITS = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12, granted_samples=1)
@@ -36,7 +36,13 @@ def compare(rows: Array, got: Array, reading: Reading) -> OutputReport:
 
 def judge(rows: Array, got: Array, reading: Reading) -> str:
     report = compare(rows, got, reading)
-    return "fail" if judge_output(report, LIMITS) else "not proven" if doubt_output(report, LIMITS) else "pass"
+    return (
+        "fail"
+        if weigh_output(report, LIMITS).failures
+        else "not proven"
+        if weigh_output(report, LIMITS).unproven
+        else "pass"
+    )
 
 
 def noisy(rows: Array, share: float) -> Array:
@@ -198,7 +204,9 @@ def test_vectors_that_are_nearly_parallel_are_proven_by_themselves(got: Array, v
 
 def test_an_offset_that_all_samples_share_is_no_proof() -> None:
     assert judge(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1)) == "not proven"
-    (line,) = doubt_output(compare(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1)), LIMITS)
+    (line,) = weigh_output(
+        compare(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1)), LIMITS
+    ).unproven
     assert "share of the energy" in line
     assert "samples that differ more would tell" in line
 
@@ -209,7 +217,7 @@ def test_where_two_readings_disagree_a_sentence_says_what_to_state() -> None:
     assert judge(close, noisy(close, 0.0001), either) == "pass"
     flipped = close[..., ::-1] * 0.5 + close * 0.5
     report = compare(close, np.asarray(flipped, np.float32), Reading(kind="classes", axis=1, other="values"))
-    (line,) = doubt_output(report, LIMITS)
+    (line,) = weigh_output(report, LIMITS).unproven
     assert 'state what it is, [outputs] y = "classes" or "values"' in line
 
 
@@ -231,9 +239,9 @@ def test_an_agreement_that_is_no_count_is_judged_by_its_interval() -> None:
 
 def test_a_limit_that_was_named_counts_beside_what_an_output_is_for() -> None:
     report = compare(SCORES, SCORES * 2, Reading(kind="classes", axis=1))
-    assert not judge_output(report, LIMITS)
+    assert not weigh_output(report, LIMITS).failures
     named = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12, named=("min_sqnr_db",))
-    assert any("SQNR" in line for line in judge_output(report, named))
+    assert any("SQNR" in line for line in weigh_output(report, named).failures)
 
 
 @pytest.mark.parametrize(("changed", "verdict"), [(1, "pass"), (2, "not proven"), (12, "fail")])
@@ -243,7 +251,7 @@ def test_classes_below_their_limit_are_no_proof_of_sixteen_samples(changed: int,
     got[:changed] = rows[:changed, :, ::-1]
     reading = Reading(kind="classes", axis=1)
     assert judge(rows, got, reading) == verdict
-    told = " ".join(doubt_output(compare(rows, got, reading), LIMITS))
+    told = " ".join(weigh_output(compare(rows, got, reading), LIMITS).unproven)
     assert ("which may be chance with 16 samples" in told) is (verdict == "not proven")
 
 
@@ -359,6 +367,6 @@ def test_agreement_of_detections_is_the_gate(
         name="y", samples=8, cosine=0.9, sqnr_db=7.0, sqnr_interval_db=(6.0, 8.0), exact_match=0.1,
             agreements=(Agreement(of="detections", share=agreement, interval=(low, high)),),
     )  # fmt: skip
-    said = list(doubt_output(report, limits))
-    assert (len(judge_output(report, limits)), len(said)) == (fails, doubts)
+    said = list(weigh_output(report, limits).unproven)
+    assert (len(weigh_output(report, limits).failures), len(said)) == (fails, doubts)
     assert all("with 8 samples" in line for line in said)

@@ -25,7 +25,7 @@ from edgekit.verify.metrics.intervals import (
     find_enough_pairs,
     interval_of_pairs,
 )
-from edgekit.verify.metrics.outputs import OutputReport, doubt_output, format_near, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, format_near, weigh_output
 from edgekit.verify.task_scores import (
     Accuracy,
     TaskReport,
@@ -45,7 +45,7 @@ def passes(hits: int, total: int, limits: Thresholds) -> bool:
         name="y", samples=total, cosine=1.0, sqnr_db=50.0, top1_agreement=hits / total,
         top1_interval=wilson_interval(hits, total),
     )  # fmt: skip
-    return not judge_output(report, limits) and not doubt_output(report, limits)
+    return not weigh_output(report, limits).failures and not weigh_output(report, limits).unproven
 
 
 def chance(total: int, share: float, limits: Thresholds) -> float:
@@ -138,7 +138,7 @@ FIGURES: dict[str, Any] = {"cosine": 0.9, "sqnr_db": 10.0, "top1_agreement": 0.7
 )
 def test_an_output_is_refused_for_each_figure_below_its_limit(figures: dict[str, Any], words: str) -> None:
     report = OutputReport(**{"name": "y", "samples": 10, **FIGURES, **figures})
-    lines = judge_output(report, LIMITS)
+    lines = weigh_output(report, LIMITS).failures
     assert len(lines) == (words.count("|") + 1 if words else 0)
     assert all(word in line for word, line in zip(words.split("|"), lines, strict=False))
 
@@ -158,12 +158,12 @@ def test_an_output_is_refused_for_each_figure_below_its_limit(figures: dict[str,
 def test_on_the_bound_the_worst_end_of_an_interval_counts(figures: dict[str, Any], words: str) -> None:
     report = OutputReport(**{"name": "y", "samples": 10, "cosine": 0.9, **figures})
     limits = replace(LIMITS, gate="bound")
-    failed, left_open = judge_output(report, limits), doubt_output(report, limits)
+    failed, left_open = weigh_output(report, limits).failures, weigh_output(report, limits).unproven
     assert len(failed + left_open) == bool(words)
     assert words in "".join(failed + left_open)
     # What the figure itself misses fails; what only the interval misses is not proven.
     assert bool(left_open) == ("could be" in words)
-    assert doubt_output(report, LIMITS) == ()
+    assert weigh_output(report, LIMITS).unproven == ()
 
 
 @pytest.mark.parametrize(

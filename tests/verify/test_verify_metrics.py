@@ -16,7 +16,7 @@ from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
-from edgekit.verify.metrics.outputs import ClassChange, OutputReport, judge_output
+from edgekit.verify.metrics.outputs import ClassChange, OutputReport, weigh_output
 from edgekit.verify.run_report import RunReport
 
 
@@ -337,7 +337,7 @@ def test_nothing_compared_is_no_evidence() -> None:
     rows: list[Tensors] = [{"y": row["y"], "boxes": np.zeros((0, 4), np.float32)} for row in ROWS]
     outputs = compare_outputs(from_list(rows), from_list(rows))
     limits = Thresholds(min_cosine=0.9, min_top1_agreement=0.9, min_sqnr_db=20.0)
-    assert [judge_output(output, limits) for output in outputs] == [(), ()]
+    assert [weigh_output(output, limits).failures for output in outputs] == [(), ()]
     assert judge_run(outputs[1:]) == ("nothing was compared: every output is empty",)
 
 

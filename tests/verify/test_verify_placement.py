@@ -20,7 +20,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
 from edgekit.check.report import CheckedNode
 from edgekit.data.samples import Samples
-from edgekit.devices.device import DeviceRun, Job, PlacedNode, make_empty_check
+from edgekit.devices.device import UNCHECKED, DeviceRun, Job, PlacedNode
 from edgekit.devices.observe import count_nodes
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
@@ -190,7 +190,7 @@ def observe(
         for name, op, where in (item.split() for item in placed.split(", ") if item)
     )
     empty = Samples(source="none", count=0, read=lambda: iter(()))
-    check = replace(make_empty_check(target, "m"), node_list=nodes)
+    check = replace(UNCHECKED, node_list=nodes)
     job = Job(model=Path("m"), target=target, precision="int8", outputs=(), check=check, samples=empty)
     run = DeviceRun(
         device="phone", evidence=evidence, outputs=empty, placement=places, placement_source=source,  # type: ignore[arg-type]

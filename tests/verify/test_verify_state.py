@@ -35,7 +35,7 @@ from edgekit.report.text import list_verify_remarks, table_verify
 from edgekit.serialize import to_json
 from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.compare import compare_bundled
-from edgekit.verify.metrics.outputs import judge_output
+from edgekit.verify.metrics.outputs import weigh_output
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.report import read_report, write_report
 from edgekit.verify.run import verify_bundle
@@ -280,11 +280,11 @@ def test_state_is_judged_by_what_it_does_and_not_by_its_distance(bundle: Bundle)
     assert (y.name, y.is_state, state.name, state.is_state) == ("y", False, "new_h", True)
     far = (Agreement(of="variance", share=0.1, interval=(0.0, 0.2), samples=16),)
     found = {each.name: replace(each, agreements=far) for each in (y, state)}
-    assert judge_output(found["y"], run.thresholds)
-    assert not judge_output(found["new_h"], run.thresholds)
+    assert weigh_output(found["y"], run.thresholds).failures
+    assert not weigh_output(found["new_h"], run.thresholds).failures
     # What is missing or not finite, and what the bundle's own model does not compute, fails in state too.
     wrong = (replace(state, non_finite=1), replace(state, samples=0), replace(state, mismatch="lies far away"))
-    assert all(judge_output(each, run.thresholds) for each in wrong)
+    assert all(weigh_output(each, run.thresholds).failures for each in wrong)
     # A model all of whose outputs are state is judged by them.
     feeds = {"x": "y", "h": "new_h"}
     both = replace(stated, manifest=replace(stated.manifest, state=State(steps=STEPS, feeds=feeds)))

@@ -47,7 +47,7 @@ from edgekit.check.check import check_model
 from edgekit.data.samples import Samples, limit_samples, select_samples, spread_indices
 from edgekit.devices.device import Device, DeviceRun, Job, PlacedNode
 from edgekit.errors import RuntimeRefusal
-from edgekit.evidence import Evidence
+from edgekit.evidence import Evidence, join_judgements
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
@@ -56,7 +56,7 @@ from edgekit.target import Target
 from edgekit.verify.layers.comparison import compare_layers, find_first_bad
 from edgekit.verify.layers.on_device import locate_on_device
 from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.outputs import doubt_output, judge_output
+from edgekit.verify.metrics.outputs import weigh_output
 
 KINDS: Mapping[str, Mapping[str, Fault]] = {"promised": FAULTS, "all": {**FAULTS, **HELD_OUT, **OTHERS}}
 _LEAST = {"layer": 0.95, "gate": 1.0, "bisection": 0.95, "clean": 1.0}
@@ -110,8 +110,8 @@ def judge(
     """Returns the findings by the target's limits about the outputs, with `doubts` also why nothing is proven."""
     readings = read_output_kinds(read_graph(subject.prepared), reference[:16], {})
     reports = compare_outputs(listed(reference), listed(got), readings)
-    judges = (judge_output, doubt_output) if doubts else (judge_output,)
-    return [line for report in reports for each in judges for line in each(report, target.thresholds)]
+    whole = join_judgements(weigh_output(report, target.thresholds) for report in reports)
+    return [*whole.failures, *(whole.unproven if doubts else ())]
 
 
 def names_layer(found: str | None, fault: Seeded, proto: onnx.ModelProto) -> bool:

@@ -21,10 +21,8 @@ from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
 from edgekit.devices.process.run import describe_job, run_program
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, look_up
 from edgekit.evidence import Evidence
-from edgekit.graph.graph import read_graph
-from edgekit.model.model import load_model
 from edgekit.serialize import ready_type
 from edgekit.target import Target
 
@@ -91,10 +89,7 @@ def find_core(name: str) -> Core:
     Raises:
         UsageError: there is no such core.
     """
-    cores = read_phones().cores
-    if name not in cores:
-        raise UsageError(f"there is no cpu '{name}' for 'android'", hint=suggest_name(name, cores))
-    return cores[name]
+    return look_up(read_phones().cores, name, f"there is no cpu '{name}' for 'android'")
 
 
 def write_phone(core: Core, root: Path) -> None:
@@ -123,7 +118,6 @@ _INSTALL = "edgekit devices install android"
 _COMPUTE_MODULE = "edgekit.devices.android.nnapi.compute"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
-_FACTS = msgspec.json.Decoder(ready_type(compute.Facts))
 
 
 class Android(Device, frozen=True, kw_only=True):
@@ -165,8 +159,7 @@ class Android(Device, frozen=True, kw_only=True):
         """Returns the device with settings applied, once for each kind of core that they name."""
         device = self
         for name in settings:
-            if name not in SETTINGS:
-                raise UsageError(f"device 'android' has no setting '{name}'", hint=suggest_name(name, SETTINGS))
+            look_up(SETTINGS, name, f"device 'android' has no setting '{name}'")
         if "cpu" in settings and "phone" in settings:
             raise UsageError("--set cpu and --set phone both name the CPU", hint="give one of them")
         if device.cpu == X86_64 and (named := next((name for name in ("cpu", "phone") if name in settings), None)):
@@ -177,17 +170,14 @@ class Android(Device, frozen=True, kw_only=True):
                 words = f"--set driver means nothing for {target.provider}"
                 raise UsageError(words, hint="only NNAPI has drivers")
             device = msgspec.structs.replace(device, driver=network.read_driver(Path(settings["driver"])))
+        phone, cores = settings.get("phone", self.phone), [self.cpu]
         if "phone" in settings:
-            name, phones = settings["phone"], read_phones().phones
-            if name not in phones:
-                raise UsageError(f"there is no phone '{name}'", hint=suggest_name(name, phones))
-            return tuple(msgspec.structs.replace(device, phone=name, cpu=core) for core in phones[name].cores)
+            cores = [*look_up(read_phones().phones, phone, f"there is no phone '{phone}'").cores]
         if "cpu" in settings:
             cores = [core.strip() for core in settings["cpu"].split(",")]
             for core in cores:
                 find_core(core)
-            return tuple(msgspec.structs.replace(device, cpu=core) for core in dict.fromkeys(cores))
-        return (device,)
+        return tuple(msgspec.structs.replace(device, phone=phone, cpu=core) for core in dict.fromkeys(cores))
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
@@ -232,9 +222,11 @@ class Android(Device, frozen=True, kw_only=True):
         with pipes as served:
             argv = [*self._enter(job, work, served), str(LOADER.find_program(self.abi)), "--pipe"]
             run = run_program(self, argv, job, request, work, emulates=True)
+        # NNAPI's last message, if there is one, is the reason of a failure.
+        reason = [f"; {said}" for said in re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)][-1:]
         return msgspec.structs.replace(
             run,
-            failure=run.failure and f"{run.failure}{self._explain_failure(run, job)}",
+            failure=run.failure and "".join((run.failure, *reason)),
             versions={**LOADER.find_versions(), **run.versions},
             notes=(*run.notes, *self._list_notes(run, job, request, served)),
         )
@@ -259,7 +251,7 @@ class Android(Device, frozen=True, kw_only=True):
         if served is not None:
             variables.append(f"EDGEKIT_NNAPI_PIPES={served.folder}")
         if job.target.provider == NNAPI:
-            variables.append(f"EDGEKIT_NNAPI_LEVEL={compute.find_feature_level(int(api))}")
+            variables.append(f"EDGEKIT_NNAPI_LEVEL={network.find_feature_level(int(api))}")
         if self.driver is not None:
             variables.append(f"EDGEKIT_NNAPI_DRIVER={self.driver.name}")
             variables.append(f"EDGEKIT_NNAPI_REFUSED={','.join(map(str, self.driver.numbers))}")
@@ -272,21 +264,6 @@ class Android(Device, frozen=True, kw_only=True):
         known = (f"EDGEKIT_PHONE={work / 'phone'}", f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
         return ("env", *variables, *known, *emulator, "-cpu", core.qemu)
 
-    def _explain_failure(self, run: DeviceRun, job: Job) -> str:
-        """Returns, after a semicolon, NNAPI's last message or the ONNX Runtime bug behind a crash; else ""."""
-        if messages := re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE):
-            return f"; {messages[-1]}"
-        # Observed in 1.29.0 on x86-64, not on Arm: the provider reads the type of each node's first input, and crashes
-        # if there is none.
-        is_crash = self.abi == X86_64 and job.target.provider == XNNPACK and "SIGSEGV" in str(run.failure)
-        if not is_crash or job.model.suffix != ".onnx":
-            return ""
-        without_inputs = next((node for node in read_graph(load_model(job.model)).nodes if not any(node.input)), None)
-        if without_inputs is None:
-            return ""
-        where = f"{without_inputs.op_type} '{without_inputs.name}' has no input"
-        return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
-
     def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, served: Served | None) -> Iterator[str]:
         """Yields notes on the emulated phone, and on what was done differently from a real one."""
         if self.abi != X86_64 and run.cpu_features:
@@ -295,10 +272,10 @@ class Android(Device, frozen=True, kw_only=True):
         if request.provider_options.get(_POOL, requested) != requested:
             pool = request.provider_options[_POOL]
             yield f"XNNPACK had {pool} of {requested} threads: more compute the same, and wait for each other here"
-        facts = None if served is None else served.read_facts(_FACTS)
+        facts = None if served is None else served.read_facts()
         if facts is None:
             return
-        if facts.relaxed:
+        if facts.halves:
             yield "NNAPI was allowed half precision: here each operation reads and gives halves"
         refused = () if self.driver is None or request.provider_options.get(_CPU_ONLY) == "1" else self.driver.refused
         if refused_counts := {name: facts.operations[name] for name in refused if name in facts.operations}:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, open_regular
+from edgekit._files import digest_file
 from edgekit.app_runtime import AppRuntime, NativeLibrary
 from edgekit.devices.process.files import find_sources
 from edgekit.devices.release import Loader, Release, fetch_members, find_compiler, write_member
@@ -47,13 +47,9 @@ def read_library(path: Path) -> Library:
     """Reads the machine, imports and names of a library.
 
     Raises:
-        DeviceError: it cannot be read, is no 64-bit ELF library, or is truncated.
+        DeviceError: it is no 64-bit ELF library, or is truncated.
     """
-    try:
-        with open_regular(path) as file:
-            data = file.read(MAX_BYTES)
-    except OSError as error:
-        raise DeviceError(f"cannot read '{path}': {error.strerror}", hint="give a libonnxruntime.so") from error
+    data = path.read_bytes()
     # ELF class 2 is 64-bit, data encoding 1 is little-endian; the offsets below are those of Elf64_Ehdr, Elf64_Phdr and
     # Elf64_Sym.
     if data[:6] != b"\x7fELF\x02\x01":

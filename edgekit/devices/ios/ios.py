@@ -17,9 +17,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, write_file
-from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run, require_device
-from edgekit.devices.ios.mil.compute import Facts
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, require_device
 from edgekit.devices.local.host import COREML, coreml_options
 from edgekit.devices.process.pipes import serving
 from edgekit.devices.process.run import describe_job, run_program
@@ -28,7 +26,6 @@ from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
-from edgekit.serialize import ready_type
 from edgekit.target import Target
 
 # In the C and C++ sources, the stand-in for Apple's NAME is darwin_NAME; the pattern matches uses too, which does no
@@ -36,7 +33,6 @@ from edgekit.target import Target
 _DEFINED = re.compile(r"\bdarwin_(\w+)")
 
 _CLASS = "OBJC_CLASS_$_"
-_FACTS = msgspec.json.Decoder(ready_type(Facts))
 
 
 def list_stand_ins() -> frozenset[str]:
@@ -267,14 +263,11 @@ class IosSimulator(Device, frozen=True, kw_only=True):
             TargetError: the target has an option that the provider does not know.
         """
         require_device(self.name, self.find_missing() if job.samples.count else self._find_absent())
-        if job.target.provider not in {COREML, CPU_PROVIDER}:
-            return refuse_run(self, f"'{self.name}' runs {COREML}, not {job.target.provider}")
-        session, options = job.target.session, dict[str, str]()
-        if job.target.provider == COREML:
-            options = coreml_options(session.platforms.get("ios", session).provider_options)
+        session = job.target.session
+        options = coreml_options(session.platforms.get("ios", session).provider_options)
         request = describe_job(
             job,
-            provider=job.target.provider,
+            provider=COREML,
             provider_options=options if self.cache is None else {**options, "ModelCacheDirectory": str(self.cache)},
             runtime=str(LOADER.find_library(ABI)),
             threads=job.threads or 1,
@@ -289,7 +282,7 @@ class IosSimulator(Device, frozen=True, kw_only=True):
         argv += [str(LOADER.find_program(ABI)), "--pipe"]
         with serving(pipes, _COMPUTE_MODULE, job.timeout_s) if job.samples.count else nullcontext() as served:
             run = run_program(self, argv, job, request, work, emulates=True)
-        notes, facts = run.notes, served.read_facts(_FACTS) if served else None
+        notes, facts = run.notes, served.read_facts() if served else None
         if facts and facts.operations:
             count = sum(facts.operations.values())
             note = f"Core ML's program was written by the provider; edgekit computed its {count} operations"

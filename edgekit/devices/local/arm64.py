@@ -11,11 +11,10 @@ from pathlib import Path
 
 from edgekit._files import digest_file, one_at_a_time, staged_folder
 from edgekit._proc import run_process
-from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, refuse_run
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run
 from edgekit.devices.process.files import cache_folder, list_model_files
-from edgekit.devices.process.run import STANDALONE, Program, describe_job, python_program, run_program
+from edgekit.devices.process.run import STANDALONE, Program, describe_job, run_program
 from edgekit.errors import DeviceError, EdgekitError
-from edgekit.evidence import Evidence
 from edgekit.model.model import MOST_INLINE_BYTES, load_model, read_proto
 from edgekit.prepare.external import write_inline
 from edgekit.progress import Progress
@@ -39,36 +38,17 @@ _ENVIRONMENT = (
 )  # fmt: skip
 
 
-class Arm64(CpuDevice, frozen=True, kw_only=True):
-    """The CPU provider on an emulated Arm CPU: it runs the kernels of an Arm device, but not at its speed."""
-
-    cpu: str = CPUS[0]
-    evidence: Evidence = Evidence.SAME_ARCH
-
-    @property
-    def name(self) -> str:
-        """The device as the user names it."""
-        return "arm64" if self.cpu == CPUS[0] else f"arm64:{self.cpu}"
-
-    def find_missing(self) -> Missing | None:
-        """Returns what is lacking on this machine."""
-        return find_missing_root()
-
-    def find_versions(self) -> dict[str, str]:
-        """Returns the versions of the pinned ONNX Runtime, and of Python and qemu in the Debian root."""
-        pinned = re.search(r"^onnxruntime==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
-        root = arm64_root()
-        python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
-        words = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
-        return {
-            "onnxruntime": pinned.group(1) if pinned else "",
-            "python": python,
-            "qemu": words[2] if len(words) > 2 else "",
-        }
-
-    def run(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job under qemu."""
-        return run_in_root(self, self.cpu, python_program(PYTHON), job, work)
+def find_arm64_versions() -> dict[str, str]:
+    """Returns the versions of the pinned ONNX Runtime, and of Python and qemu in the Debian root."""
+    pinned = re.search(r"^onnxruntime==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
+    root = arm64_root()
+    python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
+    words = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
+    return {
+        "onnxruntime": pinned.group(1) if pinned else "",
+        "python": python,
+        "qemu": words[2] if len(words) > 2 else "",
+    }
 
 
 def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path) -> DeviceRun:

@@ -21,12 +21,12 @@ from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.check.report import count_of
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, refuse_run, require_device
-from edgekit.devices.local.arm64 import CPUS, find_missing_root, run_in_root
+from edgekit.devices.local.arm64 import CPUS, PYTHON, find_arm64_versions, find_missing_root, run_in_root
 from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
-from edgekit.devices.process.run import check_options, describe_job, run_program, run_python
-from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
+from edgekit.devices.process.run import check_options, describe_job, python_program, run_program, run_python
+from edgekit.errors import MissingExtraError, TargetError, look_up, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.model.external import skim_model
 
@@ -34,60 +34,61 @@ _QEMU = "qemu-x86_64-static"
 
 
 class Host(CpuDevice, frozen=True, kw_only=True):
-    """This machine's CPU, usually not the target's, hence `emulated`; `cpu` names an older one, emulated by qemu.
+    """The CPU provider on this machine's CPU, usually not the target's, or on one that qemu emulates.
 
-    qemu's Haswell is an x64 with AVX2, but without VNNI and AVX-512: on it MLAS uses its VPMADDUBSW kernels, whose sums
-    of u8 by s8 products saturate (targets/cpu/NOTES.md).
+    `cpu` is "" for this machine's, "Haswell" for an older x64, or an Arm core. qemu's Haswell has AVX2, but neither
+    VNNI nor AVX-512: on it MLAS uses its VPMADDUBSW kernels, whose sums of u8 by s8 products saturate
+    (targets/cpu/NOTES.md). An Arm core runs the kernels of an Arm device, but not at its speed. With `native` edgekit's
+    own runner opens the model, in place of Python.
     """
 
     cpu: str = ""
+    native: bool = False
+
+    @property
+    def is_arm(self) -> bool:
+        """True for an Arm core: the program runs in a Debian root."""
+        return self.cpu in CPUS
 
     @property
     def name(self) -> str:
         """The device as the user names it."""
-        return f"host:{self.cpu.lower()}" if self.cpu else "host"
+        variant = "native" if self.native else "" if self.cpu == CPUS[0] else self.cpu.lower()
+        return ("arm64" if self.is_arm else "host") + (f":{variant}" if variant else "")
+
+    @property
+    def abi(self) -> str:
+        """The kind of machine for which the runner is built."""
+        return "linux-arm64" if self.is_arm else host_abi()
+
+    def find_versions(self) -> dict[str, str]:
+        """Returns the versions of ONNX Runtime, and in the Debian root of Python and qemu."""
+        return find_arm64_versions() if self.is_arm else super().find_versions()
 
     def find_missing(self) -> Missing | None:
-        """Returns what is lacking: nothing for the real CPU; an emulated one needs qemu on an x64."""
-        if self.cpu and platform.machine() != "x86_64":
+        """Returns what is lacking: the Debian root of an Arm core, the runner, or qemu on an x64."""
+        if self.is_arm and (missing := find_missing_root()):
+            return missing
+        if self.native:
+            found = find_runner(self.abi)
+            return found if isinstance(found, Missing) else None
+        if self.cpu and not self.is_arm and platform.machine() != "x86_64":
             return Missing(reason="this Python is not for x86-64", command=None)
-        if self.cpu and shutil.which(_QEMU) is None:
+        if self.cpu and not self.is_arm and shutil.which(_QEMU) is None:
             return Missing(reason=f"{_QEMU} not found", command="apt-get install qemu-user-static")
         return None
 
     def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the CPU provider."""
+        native = require_device(self.name, find_runner(self.abi)) if self.native else None
+        if self.is_arm:
+            program = python_program(PYTHON) if native is None else native.pack()
+            return run_in_root(self, self.cpu, program, job, work)
+        if native is not None:
+            request = describe_job(job, runtime=str(native.library))
+            return run_program(self, [str(native.program), "--pipe"], job, request, work)
         emulator = (_QEMU, "-cpu", self.cpu) if self.cpu else ()
         return run_python(self, job, describe_job(job), work, emulator)
-
-
-class Native(CpuDevice, frozen=True, kw_only=True):
-    """edgekit's own runner on this machine's CPU, or with `arm` on the emulated one of `arm64`."""
-
-    arm: bool = False
-
-    @property
-    def name(self) -> str:
-        """The device as the user names it."""
-        return "arm64:native" if self.arm else "host:native"
-
-    @property
-    def abi(self) -> str:
-        """The kind of machine for which the runner is built."""
-        return "linux-arm64" if self.arm else host_abi()
-
-    def find_missing(self) -> Missing | None:
-        """Returns what is lacking: the runner must be built, and with `arm` the Debian root installed."""
-        found = (find_missing_root() if self.arm else None) or find_runner(self.abi)
-        return found if isinstance(found, Missing) else None
-
-    def run(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the CPU provider."""
-        native = require_device(self.name, find_runner(self.abi))
-        if self.arm:
-            return run_in_root(self, CPUS[0], native.pack(), job, work)
-        request = describe_job(job, runtime=str(native.library))
-        return run_program(self, [str(native.program), "--pipe"], job, request, work)
 
 
 COREML = "CoreMLExecutionProvider"
@@ -158,13 +159,12 @@ def coreml_options(options: Mapping[str, str], units: str = "") -> dict[str, str
         TargetError: an option or its value is unknown.
         UsageError: there are no such compute units.
     """
-    if units and units not in UNITS:
-        raise UsageError(f"Core ML has no compute units '{units}'", hint=suggest_name(units, UNITS))
+    own = {"MLComputeUnits": look_up(UNITS, units, f"Core ML has no compute units '{units}'")} if units else {}
     check_options(COREML, options, _COREML_OPTIONS)
     for key, value in options.items():
         if value not in _COREML_OPTIONS[key]:
             raise TargetError(f"'{value}' is no {key} of {COREML}", hint=suggest_name(value, _COREML_OPTIONS[key]))
-    return {**options, **({"MLComputeUnits": UNITS[units]} if units else {})}
+    return {**options, **own}
 
 
 QNN = "QNNExecutionProvider"
@@ -256,11 +256,10 @@ def qnn_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:
         TargetError: the provider does not know an option or the SoC, and would not say so.
         UsageError: there is no such architecture.
     """
-    if arch and arch not in ARCH_SOCS:
-        raise UsageError(f"there is no HTP architecture '{arch}'", hint=suggest_name(arch, ARCH_SOCS))
+    own = look_up(ARCH_SOCS, arch, f"there is no HTP architecture '{arch}'") if arch else ""
     check_options(QNN, options, _QNN_OPTIONS)
     # The provider silently replaces an unknown SoC by its default.
-    soc = ARCH_SOCS[arch] if arch else options.get("soc_model", "")
+    soc = own or options.get("soc_model", "")
     if soc not in _KNOWN_SOCS:
         known = ", ".join(f"{number} ({name})" for name, number in ARCH_SOCS.items())
         raise TargetError(f"'{soc}' is no soc_model that the HTP simulator knows", hint=f"for example: {known}")

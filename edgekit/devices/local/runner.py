@@ -18,7 +18,7 @@ from edgekit.devices.device import Missing, require_device
 from edgekit.devices.local.arm64 import find_installed
 from edgekit.devices.process.files import cache_folder, find_sources
 from edgekit.devices.process.run import Program
-from edgekit.errors import DeviceError, UsageError, suggest_name
+from edgekit.errors import DeviceError, UsageError, look_up
 from edgekit.progress import Progress
 
 PROGRAM, LIBRARY = "edgekit-runner", "libonnxruntime.so"
@@ -180,9 +180,7 @@ def _name_compiler(abi: Abi) -> str:
 
 
 def _known_abi(abi: str) -> Abi:
-    if abi not in ABIS:
-        raise UsageError(f"there is no kind of machine '{abi}'", hint=suggest_name(abi, ABIS))
-    return ABIS[abi]
+    return look_up(ABIS, abi, f"there is no kind of machine '{abi}'")
 
 
 def _place(abi: Abi) -> Path:

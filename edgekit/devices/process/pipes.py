@@ -10,15 +10,13 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import IO, Literal, Protocol, TypeVar
+from typing import IO, Literal, Protocol
 
 import msgspec
 
 from edgekit._proc import run_process
 from edgekit.errors import EdgekitError
 from edgekit.serialize import ready_type
-
-_Facts = TypeVar("_Facts", bound=msgspec.Struct)
 
 ASK, ANSWER = "ask", "answer"
 """The pipes, by their names in a folder."""
@@ -44,6 +42,16 @@ def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
         yield opened[0], opened[1]
 
 
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was computed: the number of operations by name, and how many of them in half precision."""
+
+    operations: dict[str, int]
+    halves: int
+
+
+_FACTS = msgspec.json.Decoder(ready_type(Facts))
+
+
 class Computer(Protocol):
     """Answers questions about models, each a line of JSON; `read` returns the next bytes after the line."""
 
@@ -55,7 +63,7 @@ class Computer(Protocol):
         """Returns the outputs of a model for the inputs that follow."""
         ...
 
-    def describe(self) -> msgspec.Struct:
+    def describe(self) -> Facts:
         """Returns what was computed."""
         ...
 
@@ -95,10 +103,10 @@ class Served(msgspec.Struct, kw_only=True):
     folder: Path
     said: str = ""
 
-    def read_facts(self, decoder: msgspec.json.Decoder[_Facts]) -> _Facts | None:
-        """Returns what was computed, None if the process did not report it; see `exchange.py` on the decoder."""
+    def read_facts(self) -> Facts | None:
+        """Returns what was computed, None if the process did not report it."""
         with contextlib.suppress(msgspec.DecodeError):
-            return decoder.decode(self.said)
+            return _FACTS.decode(self.said)
         return None
 
 

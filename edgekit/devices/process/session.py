@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Condition, Thread
 
@@ -37,8 +37,7 @@ class _Session:
         self._answers: list[Tensors] = []
         self._answered = 0
         self._is_over = False
-        self._runs: list[DeviceRun] = []
-        self._errors: list[BaseException] = []
+        self._run: Future[DeviceRun] = Future()
         source = Samples(source=job.samples.source, count=job.samples.count, read=self._read)
         job = msgspec.structs.replace(job, samples=source, on_outputs=self._answer)
         self._thread = Thread(target=self._work, args=(device, job, work), daemon=True)
@@ -63,11 +62,9 @@ class _Session:
     def finish(self) -> None:
         """Ends the session, and raises the error that happened in it, if any."""
         self.end()
-        if self._errors:
-            raise self._errors[0]
-        if not self._runs:
+        if not self._run.done():
             raise DeviceError("the session did not end in time", hint=_TEST)
-        _refuse_failed(self._runs[0])
+        _refuse_failed(self._run.result())
 
     def end(self) -> None:
         """Ends the session; afterwards nothing is written into its folder."""
@@ -83,16 +80,13 @@ class _Session:
         """Yields the samples and waits for more; until the first answer, they can be iterated repeatedly."""
         for index in itertools.count():
             with self._changed:
-                self._changed.wait_for(partial(self._is_known, index))
+                self._changed.wait_for(lambda: index < len(self._given) or self._is_over)  # noqa: B023 - called at once
                 if index >= len(self._given):
                     return
                 sample = self._given[index]
             if sample is None:
                 raise DeviceError("a turn that was answered cannot be run again", hint="run it anew")
             yield sample
-
-    def _is_known(self, index: int) -> bool:
-        return index < len(self._given) or self._is_over
 
     def _answer(self, outputs: Tensors) -> None:
         with self._changed:
@@ -104,9 +98,9 @@ class _Session:
 
     def _work(self, device: Device, job: Job, work: Path) -> None:
         try:
-            self._runs.append(device.run_job(job, work))
+            self._run.set_result(device.run_job(job, work))
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
-            self._errors.append(error)
+            self._run.set_exception(error)
         finally:
             self._signal_end()
 

@@ -9,6 +9,7 @@ contact. Scripts are POSIX shell, as on small systems; every word that does not 
 import hashlib
 import os
 import platform
+import re
 import secrets
 import shlex
 import tarfile
@@ -42,10 +43,8 @@ COUNT_CORES = "nproc 2>/dev/null || echo"
 _SPARE_BYTES = 4 << 20
 # The speed of sha256sum on a slow board; the time limit of a step grows with the bytes to read.
 _SLOWEST_DIGEST_BYTES_PER_S = 4 << 20
-_LIST = ".files"
 _BEGIN = "EDGEKIT-BEGIN"
 _DONE = "EDGEKIT-DONE"
-_KINDS = frozenset({"part", "run"})
 _ANSWER = 1 << 16
 # adb sends a command as a service name whose length has four hex digits: a command of more than 65,535 bytes arrives
 # garbled (measured).
@@ -85,12 +84,11 @@ class Shell(Device, frozen=True, kw_only=True):
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored on the machine.
 
-    `sizes` are those of the wanted set's files, empty if it is not there; `copies` maps digests of other stored files
-    to their paths; `left` are folders of programs and transfers that have ended.
+    `sizes` are those of the wanted set's files, empty if it is not there; `left` are folders of programs and transfers
+    that have ended.
     """
 
     sizes: tuple[int, ...]
-    copies: Mapping[str, str]
     left: tuple[str, ...]
     free_bytes: int | None
 
@@ -143,10 +141,9 @@ def read_count(text: str) -> str:
 
 
 def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
-    """Returns the folder below `base` that holds these files, and sends those that the machine lacks.
+    """Returns the folder below `base` that holds these files, which are sent if the machine lacks them.
 
-    Files that are part of another set are copied on the machine. All are compared with their digests before the set
-    gets its name.
+    They are compared with their digests before the set gets its name.
 
     Raises:
         DeviceError: the machine does not answer, has no space, or holds other bytes than were sent.
@@ -154,7 +151,7 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
     wanted = dict(sorted(files.items()))
     for name in wanted:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or str(path) != name or name == _LIST or not name.isprintable():
+        if path.is_absolute() or ".." in path.parts or str(path) != name or not name.isprintable():
             raise DeviceError(f"'{name}' is no name for a file on a device", hint="rename the file")
     digest = digest_files(files)
     stored = _list_stored(shell, base, digest, list(wanted))
@@ -198,11 +195,8 @@ def _list_stored(shell: Shell, base: str, digest: str, names: Sequence[str]) -> 
     listed = " ".join(shlex.quote(name) for name in names)
     script = f"""
 mkdir -p {place} && chmod 700 {place} && cd {place} || exit 1
-for f in */{_LIST}; do
-    [ -f "$f" ] && while read -r l; do echo "copy ${{f%/{_LIST}}} $l"; done < "$f"
-done
 for d in part-* run-*; do [ -e "$d" ] && echo "left $d"; done
-[ -f {digest}/{_LIST} ] && touch {digest} && (cd {digest} && wc -c {listed}) |
+[ -d {digest} ] && touch {digest} && (cd {digest} && wc -c {listed}) |
     while read -r n l; do echo "size $n"; done
 df -Pk . | while read -r a b c d e; do echo "free $d"; done
 exit 0"""
@@ -212,7 +206,6 @@ exit 0"""
 
     return _Stored(
         sizes=tuple(sizes[: len(names)]),
-        copies={w[2]: f"{w[1]}/{' '.join(w[3:-1])}" for w in lines if w[0] == "copy" and len(w) > 4},
         left=tuple(words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])),
         free_bytes=free[-1] if free else None,
     )
@@ -222,43 +215,31 @@ def _fill(
     shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], stored: _Stored, stale: Sequence[str]
 ) -> None:
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
-    on_machine = {name: stored.copies[digests[name]] for name in wanted if digests[name] in stored.copies}
-    needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
+    size_bytes = sum(path.stat().st_size for path in wanted.values())
+    needed = size_bytes + _SPARE_BYTES
     # Checked before anything is sent, because sending may take minutes.
     if stored.free_bytes is not None and stored.free_bytes < needed:
         sizes = f"{needed >> 10} kB are needed below '{base}', {stored.free_bytes >> 10} kB are free"
         raise DeviceError(f"'{shell.name}' while sending files: {sizes}", hint="free space on the device")
     place = shlex.quote(base)
-    digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
-    # Files are sent under numbers, so that no tar has to handle the user's file names.
-    numbers = {name: str(index) for index, name in enumerate(wanted)}
-    missing = {numbers[name]: path for name, path in wanted.items()}
-    copies = "".join(
-        f"cp {shlex.quote(on_machine[name])} {part}/{numbers[name]} && "
-        f"(t {part}/{numbers[name]} {digests[name]} x) && echo {numbers[name]} || rm -f {part}/{numbers[name]}\n"
-        for name in on_machine
-    )
-    removals = _script_removals(base, stale)
-    script = f"cd {place} || exit 1\n{removals}{_TEST}umask 077\nmkdir {part} || exit 1\n{copies}exit 0"
-    for number in ask(shell, script, step="preparing its folder", timeout_s=shell.step_timeout_s + digest_s).split():
-        missing.pop(number, None)
-    if missing:
-        # The first line of tar's complaint has the reason, the last one says only that there was one.
-        script = f'cd {place}/{part} && e=$(tar -xf - 2>&1) || {{ echo "$e" | head -n 1 >&2; exit 1; }}'
-        size_bytes = sum(path.stat().st_size for path in missing.values())
-        limit_s = shell.step_timeout_s + size_bytes / shell.slowest_bytes_per_s
-        ask(shell, script, step="sending files", timeout_s=limit_s, feed=_pack(missing))
+    # Files are sent under numbers, so that no tar handles the user's file names. Of tar's complaint the first line
+    # has the reason.
+    script = f"""cd {place} || exit 1
+{_script_removals(base, stale)}umask 077
+mkdir {part} && cd {part} || exit 1
+e=$(tar -xf - 2>&1) || {{ echo "$e" | head -n 1 >&2; exit 1; }}"""
+    limit_s = shell.step_timeout_s + size_bytes / shell.slowest_bytes_per_s
+    ask(shell, script, step="sending files", timeout_s=limit_s, feed=_pack(list(wanted.values())))
     # Each file is compared with its digest and gets its name, then the set; the least recently used sets are removed.
     lines = [f"cd {place}/{part} || exit 1\n{_TEST}"]
-    for name, path in wanted.items():
-        number, quoted = numbers[name], shlex.quote(name)
+    for number, (name, path) in enumerate(wanted.items()):
+        quoted = shlex.quote(name)
         parent = str(PurePosixPath(name).parent)
         mode = "700" if os.access(path, os.X_OK) else "600"
         lines += [
             f"t {number} {digests[name]} {quoted}",
             *([f"mkdir -p {shlex.quote(parent)} || exit 1"] if parent != "." else []),
             f"chmod {mode} {number} && mv {number} {quoted} || exit 1",
-            f"printf '%s\\n' {shlex.quote(f'{digests[name]} {name}')} >> {_LIST} || exit 1",
         ]
     publish = f"""cd .. || exit 1
 if [ -d {digest} ]; then rm -rf {part}; else mv {part} {digest} || exit 1; fi
@@ -269,14 +250,14 @@ for d in $(ls -t); do
     *) n=$((n + 1)); [ $n -le {KEPT_SETS} ] || rm -rf "$d" ;;
     esac
 done"""
-    script = "\n".join([*lines, publish])
-    ask(shell, script, step="checking what arrived", timeout_s=shell.step_timeout_s + digest_s)
+    limit_s = shell.step_timeout_s + needed / _SLOWEST_DIGEST_BYTES_PER_S
+    ask(shell, "\n".join([*lines, publish]), step="checking what arrived", timeout_s=limit_s)
 
 
-def _pack(files: Mapping[str, Path]) -> Iterator[bytes]:
-    """Yields files as a tar archive under plain names, which POSIX, GNU and Android's tar read alike."""
-    for name, path in files.items():
-        entry = tarfile.TarInfo(name)
+def _pack(files: Sequence[Path]) -> Iterator[bytes]:
+    """Yields files as a tar archive under numbers, which POSIX, GNU and Android's tar read alike."""
+    for number, path in enumerate(files):
+        entry = tarfile.TarInfo(str(number))
         entry.size = path.stat().st_size
         yield entry.tobuf(tarfile.GNU_FORMAT)
         with path.open("rb") as file:
@@ -312,17 +293,16 @@ def _is_left_over(name: str) -> bool:
     Either its process has ended; or it belongs to this process, and its thread has ended or is the current one, which
     uses no folder now.
     """
-    kind, computer, pid, thread, rest = [*name.split("-"), "", "", "", "", ""][:5]
-    if kind not in _KINDS or computer != _computer() or not _is_number(pid) or not _is_number(thread):
+    found = re.fullmatch(rf"(?:part|run)-{_computer()}-(\d{{1,18}})-(\d{{1,18}})-[0-9a-f]+", name, re.ASCII)
+    if found is None:
         return False
-    if not rest.isalnum():
-        return False
-    if int(pid) == os.getpid():
+    pid, thread = map(int, found.groups())
+    if pid == os.getpid():
         others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
-        return int(thread) not in others
+        return thread not in others
     try:
         # Signal 0 only tests whether the process exists.
-        os.kill(int(pid), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):

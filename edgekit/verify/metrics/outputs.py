@@ -140,77 +140,67 @@ _MEASURED: frozenset[Of] = frozenset({"neighbours", "variance", "energy"})
 
 
 def weigh_output(output: OutputReport, thresholds: Thresholds) -> Judgement:
-    """Returns the judgement on an output: why it fails, or why it is not proven."""
-    return Judgement(failures=judge_output(output, thresholds), unproven=doubt_output(output, thresholds))
+    """Returns the judgement on an output, with one line for each reason why it fails, or why it is not proven.
 
-
-def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns every reason why the figures of an output miss the thresholds, one line per reason."""
+    It is not proven if it does not fail and an agreement is below its limit, perhaps by chance; if it may be of two
+    kinds and agrees as only one of them; or, with `gate = "bound"`, if the lower end of an interval is below the limit.
+    """
     name = f"output '{output.name}'"
     if output.samples == 0:
-        return (f"{name} was compared with no sample" + (f": {output.mismatch}" if output.mismatch else ""),)
+        return _fail(f"{name} was compared with no sample" + (f": {output.mismatch}" if output.mismatch else ""))
     if output.non_finite:
         own = output.reference_non_finite
-        return (
+        return _fail(
             f"{name} has {output.non_finite} values that are NaN or infinite"
             + (f", {own} of them on the float model already" if own else "")
             + (f", the first in sample {output.worst_sample}" if output.worst_sample is not None else "")
-            + (f": it {output.suspect}" if output.suspect else ""),
+            + (f": it {output.suspect}" if output.suspect else "")
         )
-    judged = [f"{name} {output.mismatch}"] if output.mismatch else []
+    failures = [f"{name} {output.mismatch}"] if output.mismatch else []
     if output.is_state:
-        return tuple(judged)
-    for label, value, _, least, unit in _list_figures(output, thresholds):
+        return _fail(*failures)
+    figures = list(_list_figures(output, thresholds))
+    for label, value, _, least, unit in figures:
         if not value >= least - 1e-12:
-            judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
-    limits = [(each, _least(each, thresholds)) for each in output.agreements]
-    # It fails if the agreement of every possible kind is below its limit, and that of at least one by more than chance.
-    missed = [each.is_below(least) for each, least in limits if each.share < least - 1e-12]
-    if len(missed) == len(limits) and any(missed):
-        judged.append(f"{name} has {'; '.join(_describe(*each) for each in limits)}")
-    if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
-        judged.append(f"{name} was not measured")
-    if judged and output.suspect:
-        judged.append(f"{name} {output.suspect}")
-    return tuple(judged)
-
-
-def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns why an output that does not fail is not proven either, one line per reason.
-
-    An agreement is below its limit, perhaps by chance; an output that may be of two kinds agrees as only one of them;
-    or, with `gate = "bound"`, the lower end of an interval is below the limit.
-    """
-    if output.is_state or not output.samples or output.non_finite or judge_output(output, thresholds):
-        return ()
-    found: list[str] = []
-    if output.finds_nothing:
-        unseen = "so scores that are lost do not show: give samples that show something"
-        found.append(f"output '{output.name}' finds nothing in any of {output.samples} samples, {unseen}")
+            failures.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
     limits = [(each, _least(each, thresholds)) for each in output.agreements]
     missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
+    is_beyond_chance = any(each.is_below(least) for each, least in missed)
+    # It fails if the agreement of every possible kind is below its limit, and that of at least one by more than chance.
+    if missed == limits and is_beyond_chance:
+        failures.append(f"{name} has {'; '.join(_describe(*each) for each in limits)}")
+    if not failures and output.elements != 0 and output.cosine is None and output.exact_match is None:
+        failures.append(f"{name} was not measured")
+    if failures:
+        return _fail(*failures, *((f"{name} {output.suspect}",) if output.suspect else ()))
+    doubts: list[str] = []
+    if output.finds_nothing:
+        unseen = "so scores that are lost do not show: give samples that show something"
+        doubts.append(f"{name} finds nothing in any of {output.samples} samples, {unseen}")
     kept = [(each, least) for each, least in limits if (each, least) not in missed]
-    # Not all are missed where one is by more than chance: that would be a failure.
-    is_unclear = any(each.is_below(least) for each, least in missed)
     if thresholds.gate == "bound":
-        shared = [] if is_unclear else [(SHARED[each.of], each.share, each.interval, least, "") for each, least in kept]
-        for label, value, interval, least, unit in (*_list_figures(output, thresholds), *shared):
+        shared = [(SHARED[it.of], it.share, it.interval, least, "") for it, least in kept if not is_beyond_chance]
+        for label, value, interval, least, unit in (*figures, *shared):
             if interval is not None and interval[0] < least - 1e-12:
-                found.append(_doubt(output, label, value, interval, least, unit))
-    if is_unclear:
+                doubts.append(_doubt(output, label, value, interval, least, unit))
+    if is_beyond_chance:
         others = ", ".join(f"{SHARED[each.of]} {each.share:.4g}" for each, _ in kept)
         kinds = " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each, _ in limits))
         hint = f"state what it is, [outputs] {output.name} = {kinds}"
         if {each.of for each, _ in limits} <= {"variance", "energy"}:
             hint = "samples that differ more would tell"
         lines = "; ".join(_describe(*each) for each in missed)
-        return (*found, f"output '{output.name}' has {others}, but {lines}: {hint}")
+        return Judgement(unproven=(*doubts, f"{name} has {others}, but {lines}: {hint}"))
     for each, least in missed:
         # Not beyond chance: that would be a failure.
         chance = f"which may be chance with {max(output.samples, each.samples)} samples"
         remedy = "more of them, or labels with a metric, would tell"
-        found.append(f"output '{output.name}' has {_describe(each, least)}, {chance}: {remedy}")
-    return tuple(found)
+        doubts.append(f"{name} has {_describe(each, least)}, {chance}: {remedy}")
+    return Judgement(unproven=tuple(doubts))
+
+
+def _fail(*lines: str) -> Judgement:
+    return Judgement(failures=lines)
 
 
 def describe_agreements(outputs: Iterable[OutputReport]) -> Iterator[str]:

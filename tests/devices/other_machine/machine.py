@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from edgekit._files import digest_bytes, one_at_a_time, staged_folder
-from edgekit.devices.local.arm64 import Arm64
+from edgekit.devices.local.arm64 import find_missing_root
 from edgekit.devices.process.files import cache_folder
 
 _INSIDE = Path(__file__).parent / "inside.py"
@@ -81,7 +81,7 @@ def start_machine(*, arm: bool, adb: bool, space_bytes: int = _LARGE) -> Generat
         spec = {
             "root": str(arm_root() if arm else folder),
             "qemu": require("qemu-aarch64-static", "qemu-user-static") if arm else "",
-            "site": str(cache_folder() / "arm64" / "root" / "site") if arm and Arm64().find_missing() is None else "",
+            "site": str(cache_folder() / "arm64" / "root" / "site") if arm and find_missing_root() is None else "",
             "getprop": _getprop("x86_64"),
             "space_bytes": space_bytes,
             "daemon": adb,

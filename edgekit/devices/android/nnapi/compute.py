@@ -12,7 +12,7 @@ import numpy as np
 
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation
 from edgekit.devices.android.nnapi.tflite import write_model
-from edgekit.devices.process.pipes import serve_pipes
+from edgekit.devices.process.pipes import Facts, serve_pipes
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import Array
 from edgekit.serialize import ready_type
@@ -21,13 +21,6 @@ from edgekit.serialize import ready_type
 # ends one channel early). Networks with one of them run on TFLite's optimized kernels, with which NNAPI's own CPU path
 # also computes the latter.
 _OPTIMIZED = frozenset({13, 98})
-
-
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was computed: the number of operations by name, and whether a network allowed half precision."""
-
-    operations: dict[str, int]
-    relaxed: bool
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +96,8 @@ class Computer:
         """Returns what the networks contain."""
         networks = [network for network, _ in self._networks.values()]
         counts = Counter(name_operation(operation.type) for network in networks for operation in network.operations)
-        return Facts(operations=dict(sorted(counts.items())), relaxed=any(network.relaxed for network in networks))
+        halves = sum(len(network.operations) for network in networks if network.relaxed)
+        return Facts(operations=dict(sorted(counts.items())), halves=halves)
 
 
 def _view(network: Network, place: int, data: bytes) -> Array:
@@ -115,16 +109,6 @@ def _view(network: Network, place: int, data: bytes) -> Array:
 def _flip_sign_bit(value: Any) -> Any:
     """Converts uint8 values to int8 by subtracting 128, or int8 values to uint8 by adding 128."""
     return (value.view(np.uint8) ^ np.uint8(0x80)).view(np.int8 if value.dtype == np.uint8 else np.uint8)
-
-
-# NNAPI's feature levels since Android 12L, from which on they differ from Android's API levels (NeuralNetworksTypes.h).
-_FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
-_LAST_FEATURE_LEVEL = 1_000_008
-
-
-def find_feature_level(api: int) -> int:
-    """Returns NNAPI's feature level on a phone with that Android API level and all updates."""
-    return api if api < min(_FEATURE_LEVELS) else _FEATURE_LEVELS.get(api, _LAST_FEATURE_LEVEL)
 
 
 def can_compute() -> bool:

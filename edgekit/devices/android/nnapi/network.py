@@ -1,6 +1,5 @@
 """A network as passed to NNAPI: operands, and operations by number; and which operations a phone's driver takes."""
 
-import re
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, look_up
 from edgekit.serialize import read_toml, suggest_key
 
 NAMES = dict(enumerate((Path(__file__).parent / "operations.txt").read_text().split()))
@@ -79,12 +78,14 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[int, ...]
 
 
-_FEATURE_LEVELS = frozenset({27, 28, 29, 30, 31, 1_000_006, 1_000_007, 1_000_008})
-# Names in TFLite or ONNX of operations that NNAPI calls differently.
-_OTHER_NAMES = {
-    "SIGMOID": "LOGISTIC", "CONV": "CONV_2D", "GEMM": "FULLY_CONNECTED", "PADV2": "PAD_V2", "RELU_N1_TO_1": "RELU1",
-    "ARG_MAX": "ARGMAX", "ARG_MIN": "ARGMIN", "SUM": "REDUCE_SUM",
-}  # fmt: skip
+# NNAPI's feature levels by Android's API levels, from which they differ since Android 12L (NeuralNetworksTypes.h).
+_FEATURE_LEVELS = {**{api: api for api in range(27, 32)}, 32: 1_000_006, 33: 1_000_007}
+_LAST_FEATURE_LEVEL = 1_000_008
+
+
+def find_feature_level(api: int) -> int:
+    """Returns NNAPI's feature level on a phone with that Android API level and all updates."""
+    return api if api < 32 else _FEATURE_LEVELS.get(api, _LAST_FEATURE_LEVEL)
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,15 +113,9 @@ def read_driver(path: Path) -> Driver:
     suggest = partial(suggest_key, valid=Driver.__struct_fields__, otherwise='for example refused = ["SOFTMAX"]')
     driver = read_toml(path, Driver, hint="--set driver=FILE.toml", keys=suggest)
     for name in driver.refused:
-        if name not in NUMBERS:
-            # NNAPI's name for an operation of TFLite or ONNX, else the most similar name.
-            upper = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
-            near = suggest_name(upper, NUMBERS)
-            hint = near if near.startswith("did") else "the names are those of NeuralNetworksTypes.h, as CONV_2D"
-            if upper in _OTHER_NAMES:
-                hint = f"did you mean '{_OTHER_NAMES[upper]}'?"
-            raise UsageError(f"'{path}' refuses '{name}', which is no operation of NNAPI", hint=hint)
-    if driver.feature_level not in {None, *_FEATURE_LEVELS}:
-        levels = ", ".join(map(str, sorted(_FEATURE_LEVELS)))
+        look_up(NUMBERS, name, f"'{path}' refuses '{name}', which is no operation of NNAPI (NeuralNetworksTypes.h)")
+    known = [*_FEATURE_LEVELS.values(), _LAST_FEATURE_LEVEL]
+    if driver.feature_level not in {None, *known}:
+        levels = ", ".join(map(str, known))
         raise UsageError(f"'{path}' has no feature level of NNAPI: {driver.feature_level}", hint=f"one of {levels}")
     return driver

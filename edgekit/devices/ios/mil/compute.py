@@ -29,7 +29,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
-from edgekit.devices.process.pipes import serve_pipes
+from edgekit.devices.process.pipes import Facts, serve_pipes
 from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array, Tensors
 from edgekit.serialize import ready_type
@@ -293,13 +293,6 @@ def _store(value: Array, result: Result) -> Array:
 
 _ONNX_TYPES: dict[int, type[np.generic]] = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 10: np.float16}
 """The element types that the provider exchanges, by their numbers in ONNX."""
-
-
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was computed: the number of operations by name, and how many of them return halves."""
-
-    operations: dict[str, int]
-    halves: int
 
 
 class _Tensor(msgspec.Struct, frozen=True, kw_only=True):
