@@ -22,7 +22,7 @@ from edgekit.check.report import CheckReport
 from edgekit.cli.main import group
 from edgekit.data.images import Preprocess
 from edgekit.devices.android.nnapi.network import Driver
-from edgekit.devices.register import ListedDevice
+from edgekit.devices.find import ListedDevice
 from edgekit.inspect.diff import Delta
 from edgekit.jobs.check import PrepareReport
 from edgekit.jobs.convert import ConvertReport

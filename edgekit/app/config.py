@@ -13,7 +13,7 @@ import msgspec
 
 from edgekit._files import AnyPath, as_path
 from edgekit.data.images import Preprocess, load_preprocess
-from edgekit.devices.register import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
+from edgekit.devices.find import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
 from edgekit.errors import UsageError, suggest_name
 from edgekit.package.package import Kind
 from edgekit.package.variant import Extra

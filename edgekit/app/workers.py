@@ -35,8 +35,8 @@ from edgekit.app.cells import (
 )
 from edgekit.app.config import App, AppTable, Cell
 from edgekit.app.result import DIGESTS_FILE, RESULT, CellResult, Digests, fail_cell, list_inputs, read_result
+from edgekit.devices.find import REMOTE
 from edgekit.devices.parallel import run_together
-from edgekit.devices.register import REMOTE
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
 from edgekit.jobs.build_inputs import BuildCache
 from edgekit.machine import spell_install

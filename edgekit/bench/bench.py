@@ -28,10 +28,10 @@ from edgekit.bench.latency import (
 from edgekit.bench.subject import Opening, Subject, open_pair, open_subject
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue, SkippedDevice, find_present
+from edgekit.devices.find import DeviceChoice, address_of, choose_devices, kind_of
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each
 from edgekit.devices.process.files import list_model_files
-from edgekit.devices.register import DeviceChoice, address_of, choose_devices, kind_of
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors

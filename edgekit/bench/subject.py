@@ -15,9 +15,8 @@ from edgekit.convert.ort_format.report import read_interface
 from edgekit.data.samples import Samples, draw_samples, list_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import UNCHECKED, Device, Job
-from edgekit.devices.find import default_target
+from edgekit.devices.find import address_of, default_target, load_target_here
 from edgekit.devices.process.run import REPLAY_SAVED
-from edgekit.devices.register import address_of, load_target_here
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import TensorSpec

@@ -15,7 +15,7 @@ from edgekit.cli.options import split_names
 from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.convert.context import ContextOptions
 from edgekit.convert.ort_form import Cpu, Equality, LevelModel, OrtOptions, Style
-from edgekit.devices.register import load_target_here
+from edgekit.devices.find import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
 from edgekit.model.model import ORT_FORMATS

@@ -14,7 +14,7 @@ from edgekit.bench.subject import Opening
 from edgekit.cli.declare import Argument, From, Option, number
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.data.images import load_preprocess
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.find import DeviceChoice
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Verdict
 from edgekit.model.model import load_model

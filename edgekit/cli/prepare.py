@@ -8,7 +8,7 @@ from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.screen import show_line, show_remarks
 from edgekit.data.images import Preprocess, load_preprocess
-from edgekit.devices.register import load_target_here
+from edgekit.devices.find import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.check import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model

@@ -18,7 +18,7 @@ from edgekit.cli.defaults import check_defaults
 from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
-from edgekit.devices.register import choose_here
+from edgekit.devices.find import choose_here
 from edgekit.errors import UsageError
 from edgekit.model.model import load_model
 from edgekit.package.package import Kind

@@ -25,8 +25,7 @@ from edgekit.convert.ort_form import Cpu
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
 from edgekit.data.samples import limit_samples, load_samples
-from edgekit.devices.find import default_target, find_device
-from edgekit.devices.register import load_target_here
+from edgekit.devices.find import default_target, find_device, load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import FormatReport, compare_formats
 from edgekit.model.model import load_model

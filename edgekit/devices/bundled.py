@@ -11,7 +11,7 @@ from edgekit.bundle.folder import Bundle, read_check, read_target
 from edgekit.bundle.manifest import MachineClass, Manifest, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job, RunOptions
-from edgekit.devices.register import address_of, is_remote, kind_of
+from edgekit.devices.find import address_of, is_remote, kind_of
 from edgekit.machine import count_cores
 from edgekit.target import Form, Verification
 

@@ -1,23 +1,42 @@
-"""The table of devices: finds a device by its name, says what it lacks, and installs it."""
+"""Finds devices and targets by what a user writes: names, a `devices.toml`, or "auto" for this machine.
 
-from collections.abc import Callable, Mapping
+The table of devices is here, and what each of them lacks. A device of a `devices.toml` has a name and time limits of
+its own. If it is shared through Labgrid, its place there is acquired while a job runs on it.
+"""
+
+import contextlib
+import getpass
+import platform
+import shutil
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Annotated, cast
 
 import msgspec
 
+from edgekit._files import digest_bytes, one_at_a_time
+from edgekit._ort import CPU_PROVIDER
+from edgekit._proc import Finished, run_process
 from edgekit.devices.android import android, installed
-from edgekit.devices.device import Device, DeviceStatus, Missing
+from edgekit.devices.device import Device, DeviceRun, DeviceStatus, Job, Missing, WrappedDevice
 from edgekit.devices.ios import ios
 from edgekit.devices.local.arm64 import CPUS, install_arm64
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import ARCH_SOCS, UNITS, CoreMl, Host, QnnSimulator
-from edgekit.devices.local.provider import LocalProvider, provider_devices
+from edgekit.devices.local.provider import PROVIDERS, LocalProvider, is_accelerated, provider_devices
+from edgekit.devices.process.files import cache_folder
 from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import DeviceError, UsageError, suggest_name
 from edgekit.evidence import Evidence
+from edgekit.machine import VNNI, read_cpu_flags
 from edgekit.progress import Progress
-from edgekit.target import Session, Target, load_target
+from edgekit.recipe import Recipe, load_targets
+from edgekit.serialize import read_toml, suggest_key
+from edgekit.target import Session, Target, load_target, target_names
 
 _DEVICES: dict[str, Device] = {
     "host": Host(),
@@ -38,7 +57,7 @@ _DEVICES: dict[str, Device] = {
 }
 
 # Remote devices by the part of their name before the colon; the rest is the address.
-_REMOTE: dict[str, Callable[[str], Device]] = {
+REMOTE: dict[str, Callable[[str], Device]] = {
     "adb": lambda serial: AdbDevice(serial=check_address("adb", serial)),
     "ssh": lambda host: SshDevice(host=check_address("ssh", host)),
 }
@@ -170,8 +189,8 @@ def known_device(name: str) -> Device:
         UsageError: there is no such device.
     """
     kind, colon, address = name.partition(":")
-    if kind in _REMOTE and colon:
-        return _REMOTE[kind](address)
+    if kind in REMOTE and colon:
+        return REMOTE[kind](address)
     if name == "adb":
         return AdbDevice()
     if name == "ssh":
@@ -188,3 +207,270 @@ def known_device(name: str) -> Device:
 def _fits(device: Device, target: Target) -> bool:
     is_replaced = target.provider in device.replaced
     return not is_replaced and target.provider in (device.providers or {target.provider})
+
+
+_CLIENT = "labgrid-client"
+_WAIT_S = 3600.0
+_PAUSE_S = 2.0
+# Messages of the client of Labgrid 24 and 26 (`labgrid/remote/client.py`).
+_MINE, _TAKEN = "You have already acquired place", "is already acquired by"
+
+
+@contextlib.contextmanager
+def holding_place(place: str, *, wait_s: float = _WAIT_S) -> Generator[None]:
+    """Acquires a place (a device) of Labgrid for the duration of the block; waits if somebody else has it.
+
+    Labgrid's client finds the coordinator by the environment variable `LG_COORDINATOR`.
+
+    Raises:
+        DeviceError: there is no client or no coordinator or no such place, or it was not free in time.
+    """
+    if (program := shutil.which(_CLIENT)) is None:
+        raise DeviceError(f"place '{place}' of Labgrid needs {_CLIENT}", hint="pip install labgrid, or pipx")
+    # A user name of edgekit's own, so that a place which the user acquired by hand is not mistaken for edgekit's.
+    env = {"LG_USERNAME": f"edgekit-{getpass.getuser()}"}
+
+    def ask(what: str) -> Finished:
+        return run_process([program, "-p", place, what], timeout_s=60.0, env=env)
+
+    # One process of this machine at a time: if the place is acquired in edgekit's name now, a killed process left it
+    # so.
+    with one_at_a_time(cache_folder() / "leases" / digest_bytes(f"labgrid:{place}".encode()) / "lock"):
+        end = time.monotonic() + wait_s
+        while not (done := ask("acquire")).succeeded:
+            if _MINE in done.stderr:
+                ask("release")
+            elif _TAKEN not in done.stderr:
+                raise DeviceError(f"place '{place}' of Labgrid: {_quote(done)}", hint=f"{_CLIENT} places lists them")
+            elif time.monotonic() > end:
+                raise DeviceError(f"place '{place}' was not free: {_quote(done)}", hint=f"{_CLIENT} who says more")
+            else:
+                time.sleep(_PAUSE_S)
+        try:
+            yield
+        finally:
+            ask("release")
+
+
+def _quote(done: Finished) -> str:
+    lines = done.stderr.strip().splitlines()
+    return lines[-1].removeprefix(f"{_CLIENT}: ") if lines else done.ending
+
+
+class NamedDevice(WrappedDevice, frozen=True, kw_only=True):
+    """A device of `devices.toml`, which reports name `label`; a limit of None keeps that of the job.
+
+    A `place` of Labgrid is acquired while it runs.
+    """
+
+    label: str
+    timeout_s: float | None = None
+    budget_s: float | None = None
+    place: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The user's name for it."""
+        return self.label
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job within the limits.
+
+        Raises:
+            DeviceError: the device is not there, or its place is not free.
+        """
+        limited = msgspec.structs.replace(
+            job,
+            timeout_s=job.timeout_s if self.timeout_s is None else self.timeout_s,
+            # A job may ask for less time than the user allows, never for more.
+            budget_s=job.budget_s if self.budget_s is None else min(job.budget_s, self.budget_s),
+        )
+        with nullcontext() if self.place is None else holding_place(self.place):
+            return msgspec.structs.replace(self.device.run_job(limited, work), device=self.label)
+
+
+def address_of(device: Device) -> str:
+    """Returns the address of a device, for example `adb:SERIAL` or `arm64`, also if the user gave it another name."""
+    return device.device.name if isinstance(device, NamedDevice) else device.name
+
+
+def kind_of(device: Device) -> str:
+    """Returns the part of a device's address before the colon."""
+    return address_of(device).partition(":")[0]
+
+
+def is_remote(device: Device) -> bool:
+    """Returns True for a device that is another machine; all others run on this one, emulated or not."""
+    return kind_of(device) in REMOTE
+
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+# The name is written into reports, file names and XML, so only letters, digits and a few marks are allowed.
+_Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
+
+# Stands for all targets whose provider is installed on this machine, with the hardware for it.
+_AUTO = "auto"
+
+
+class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device as a file describes it.
+
+    `device` is a name as for `--on`, and `settings` are those of `--set`. Three fields are for devices over adb or ssh:
+    `runner` and `library` replace the runner and the library of ONNX Runtime that edgekit finds (paths are relative to
+    the file's folder), and `provider` replaces that of the target, so that a run proves less. `labgrid` is the device's
+    place in a laboratory that shares its devices through Labgrid: it is acquired while the device runs.
+    """
+
+    device: str
+    runner: str | None = None
+    library: str | None = None
+    provider: str | None = None
+    timeout_s: _Seconds | None = None
+    budget_s: _Seconds | None = None
+    settings: dict[str, str] = {}
+    labgrid: _Label | None = None
+
+
+class ListedDevice(DeviceEntry, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of a `devices.toml`, with the name that reports call it by."""
+
+    name: _Label
+
+
+class DeviceChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices that a user asks for: `names` by `--on`, `settings` by `--set`, and a `file` by `--on-file`.
+
+    `listed` are further entries of the kind that such a file holds.
+    """
+
+    names: tuple[str, ...] = ()
+    file: Path | None = None
+    listed: tuple[ListedDevice, ...] = ()
+    settings: Mapping[str, str] = {}
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    device: tuple[ListedDevice, ...]
+
+
+def read_devices(path: Path) -> tuple[ListedDevice, ...]:
+    """Returns the devices of a file, in its order.
+
+    Raises:
+        UsageError: the file cannot be read, has an unknown or missing key, or a name comes twice.
+    """
+    fields = ListedDevice.__struct_fields__
+    form = f"[[device]] with {', '.join(fields)}"
+    suggest = partial(suggest_key, valid=("device", *fields), otherwise=form)
+    if not (listed := read_toml(path, _File, hint="--on-file takes a .toml file", keys=suggest).device):
+        raise UsageError(f"'{path}' lists no device", hint=form)
+    names = [entry.name for entry in listed]
+    if (repeated := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise UsageError(f"'{path}' lists the name '{repeated}' twice", hint="give each device a name of its own")
+    return tuple(resolve_device(entry, path.parent) for entry in listed)
+
+
+def resolve_device(entry: ListedDevice, folder: Path) -> ListedDevice:
+    """Returns a device of a file with its relative paths resolved: they are relative to the file's folder."""
+    return msgspec.structs.replace(
+        entry,
+        runner=None if entry.runner is None else str(folder / entry.runner),
+        library=None if entry.library is None else str(folder / entry.library),
+        settings={key: str(folder / value) if key == "driver" else value for key, value in entry.settings.items()},
+    )
+
+
+def choose_devices(
+    choice: DeviceChoice, target_for: Callable[[str], Target], *, default: Sequence[str]
+) -> list[Device]:
+    """Returns the devices of a choice, first those named by `--on`; if it has none, those of `default`.
+
+    `target_for` returns the target for a device, by the device's name.
+
+    Raises:
+        UsageError: there is no such device, it runs another provider, or the file is malformed; `default`, which a
+            stranger's bundle may have set, names a device that is not on this machine; or no device takes a setting.
+    """
+    listed = (*choice.listed, *(() if choice.file is None else read_devices(choice.file)))
+    if not choice.names and not listed:
+        # The default may come from a bundle: only the user may decide which machines edgekit contacts.
+        for name in default:
+            if name.partition(":")[0] in REMOTE:
+                words = f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that"
+                raise UsageError(words, hint="if it is yours, name it: --on")
+    names = choice.names if choice.names or listed else default
+    devices = [device for name in names for device in _find_with_settings(name, target_for, choice.settings)]
+    if choice.settings and not any(_takes_settings(name, target_for) for name in names):
+        named = f"--set {next(iter(choice.settings))}"
+        words = f"{named} means nothing for {', '.join(names) or 'these devices'}"
+        raise UsageError(words, hint="--on android takes it")
+    for entry in listed:
+        if entry.settings and not _takes_settings(entry.device, target_for):
+            words = f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'"
+            raise UsageError(words, hint="leave them out")
+        found = _find_with_settings(entry.device, target_for, entry.settings)
+        devices += [_name_device(entry, device, is_one=len(found) == 1) for device in found]
+    return devices
+
+
+def _find_with_settings(name: str, target_for: Callable[[str], Target], given: Mapping[str, str]) -> Sequence[Device]:
+    """Returns a device with settings applied: several if they name several CPUs, unchanged if it takes none."""
+    target = target_for(name)
+    device = find_device(name, target)
+    return (device.with_settings(given, target) or (device,)) if given else (device,)
+
+
+def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:
+    target = target_for(name)
+    return find_device(name, target).with_settings({}, target) is not None
+
+
+def _name_device(entry: ListedDevice, device: Device, *, is_one: bool) -> NamedDevice:
+    """Returns a device of a file with the entry's name, files and limits; one of several has its CPU in its name."""
+    given = {"runner": entry.runner, "library": entry.library, "provider": entry.provider}
+    changes = {key: value if key == "provider" else Path(value) for key, value in given.items() if value is not None}
+    for key in changes:
+        if not hasattr(device, key):
+            words = f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'"
+            raise UsageError(words, hint="leave it out")
+    return NamedDevice(
+        label=entry.name if is_one else f"{entry.name}:{address_of(device).split(':')[-1]}",
+        device=cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes)),
+        timeout_s=entry.timeout_s,
+        budget_s=entry.budget_s,
+        place=entry.labgrid,
+    )
+
+
+def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
+    """Returns a recipe with "auto" replaced by the targets of this machine, and with `cpu` set to its CPU architecture.
+
+    With `alone`, "auto" becomes the single target with the longest list of fallbacks: TensorRT rather than CUDA.
+    """
+    if _AUTO not in recipe.targets:
+        return recipe
+    targets_here: list[Target] = []
+    for target in map(load_target, target_names()):
+        # `cpu` runs everywhere, another target where its own provider is installed with hardware for it.
+        if target.provider != CPU_PROVIDER:
+            device = find_device(target.verification[0].device, target)
+            if device.find_missing() is not None:
+                continue
+            # Simulators and emulators are no hardware of this machine.
+            if not (is_accelerated(device.name) if device.name in PROVIDERS else device.evidence is Evidence.DEVICE):
+                continue
+        targets_here.append(target)
+    if alone:
+        targets_here = [max(targets_here, key=lambda target: len(target.fallback))]
+    found = [target.name for target in targets_here]
+    targets = [name for given in recipe.targets for name in (found if given == _AUTO else [given])]
+    arch = "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"
+    arch = "arm64" if platform.machine().lower() in {"arm64", "aarch64"} else arch
+    settings = {"arch": arch, **recipe.settings} if "cpu" in targets else recipe.settings
+    return msgspec.structs.replace(recipe, targets=tuple(dict.fromkeys(targets)), settings=settings)
+
+
+def load_target_here(name: str, settings: Mapping[str, str] | None = None) -> Target:
+    """Returns a target as `load_target` does, or for "auto" the best target of this machine."""
+    recipe = choose_here(Recipe(targets=(name,), settings=dict(settings or {})), alone=True)
+    return load_targets(recipe)[0] if name == _AUTO else load_target(name, settings)

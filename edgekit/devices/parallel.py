@@ -13,8 +13,8 @@ from typing import TypeVar
 from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import end_children
 from edgekit.devices.device import Device
+from edgekit.devices.find import address_of, is_remote
 from edgekit.devices.process.files import cache_folder
-from edgekit.devices.register import address_of, is_remote
 
 _Item = TypeVar("_Item")
 _T = TypeVar("_T")

@@ -18,8 +18,8 @@ from edgekit.bundle.golden import KnownOutputs, read_inputs
 from edgekit.convert.convert import read_stamp
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
+from edgekit.devices.find import DeviceChoice, NamedDevice, choose_here
 from edgekit.devices.parallel import in_background
-from edgekit.devices.register import DeviceChoice, NamedDevice, choose_here
 from edgekit.errors import EdgekitError, ModelError, quote_error
 from edgekit.inspect.inspect import warn_if_random
 from edgekit.jobs.build_inputs import BuildCache, BuildInputs, BuildJob, calibrate_inputs, read_build_inputs

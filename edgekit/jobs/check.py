@@ -16,8 +16,8 @@ from edgekit.check.macs import assume_sizes, choose_sizes
 from edgekit.check.recommend import Recommendation, ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, count_of, trace_model
 from edgekit.data.images import Preprocess
+from edgekit.devices.find import choose_here
 from edgekit.devices.observe import Observed, observe_target
-from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes

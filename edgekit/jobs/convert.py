@@ -28,8 +28,8 @@ from edgekit.convert.ort_form import (
     write_level,
 )
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples
+from edgekit.devices.find import choose_here
 from edgekit.devices.packages import CoreMlFiles, write_coreml
-from edgekit.devices.register import choose_here
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import (
     ORT_FORMATS,

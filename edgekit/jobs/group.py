@@ -24,7 +24,7 @@ from edgekit.bundle.group.group import find_equal_weights, share_weights, write_
 from edgekit.data.labels import Label
 from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, read_sample_sets
-from edgekit.devices.register import DeviceChoice, choose_here
+from edgekit.devices.find import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model

@@ -16,7 +16,7 @@ from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, w
 from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.split import load_sequences
-from edgekit.devices.register import choose_here
+from edgekit.devices.find import choose_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.spatial import takes_raw_pixels

@@ -11,8 +11,8 @@ from edgekit.bench.bench import Effort, compare_on
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, open_pair, open_subject
 from edgekit.devices.device import find_present
+from edgekit.devices.find import DeviceChoice, choose_devices
 from edgekit.devices.parallel import run_each
-from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.graph.graph import Graph
 from edgekit.profile import report as reports
 from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject

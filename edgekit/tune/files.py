@@ -16,8 +16,8 @@ from edgekit.bundle.sign import SIGNATURE
 from edgekit.convert.convert import Source, convert_forms
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.devices.device import Device, Job, require_device
+from edgekit.devices.find import DeviceChoice, choose_devices
 from edgekit.devices.local.runner import host_abi
-from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.model.model import load_model, read_proto
 

@@ -21,8 +21,8 @@ from edgekit.convert.ort_form import describe_level
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class, set_job
 from edgekit.devices.device import Device, Job
+from edgekit.devices.find import DeviceChoice, address_of, is_remote
 from edgekit.devices.observe import count_nodes
-from edgekit.devices.register import DeviceChoice, address_of, is_remote
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores

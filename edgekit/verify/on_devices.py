@@ -32,10 +32,10 @@ from edgekit.data.samples import (
 from edgekit.data.split import load_sequences
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device, find_present
+from edgekit.devices.find import DeviceChoice, choose_devices
 from edgekit.devices.parallel import run_each
 from edgekit.devices.process.session import Turn, open_session
 from edgekit.devices.recorded import Recording, open_recorded
-from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError, OutputError, UsageError
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.model.model import Model, load_model

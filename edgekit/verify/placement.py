@@ -14,6 +14,7 @@ from edgekit.check.report import CheckedNode, Placed
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
+from edgekit.devices.find import kind_of
 from edgekit.devices.observe import (
     FAMILIES,
     count_nodes,
@@ -24,7 +25,6 @@ from edgekit.devices.observe import (
     shows_placement,
 )
 from edgekit.devices.recorded import Recorded
-from edgekit.devices.register import kind_of
 from edgekit.model.external import skim_model
 from edgekit.target import Verification
 from edgekit.verify.metrics.compare import compare_bundled

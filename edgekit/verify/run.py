@@ -16,10 +16,10 @@ from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples, spread_indices
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, find_present
+from edgekit.devices.find import kind_of
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each, run_together
 from edgekit.devices.recorded import Recorded
-from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags

@@ -22,7 +22,7 @@ from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.find import DeviceChoice
 from edgekit.devices.standalone import ort_runner
 from edgekit.errors import BundleError, DeviceError, UsageError
 from edgekit.evidence import Evidence

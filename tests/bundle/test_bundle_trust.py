@@ -14,7 +14,7 @@ from edgekit._files import digest_bytes, digest_file
 from edgekit.bundle.folder import open_bundle, read_target, write_bundle
 from edgekit.bundle.multi import join_bundles, open_index
 from edgekit.cli.main import run_command
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.find import DeviceChoice
 from edgekit.errors import BundleError, UsageError
 from edgekit.target import Session, load_target
 from edgekit.verify.on_devices import find_devices

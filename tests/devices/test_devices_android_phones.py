@@ -10,8 +10,7 @@ from fixture_types import Shown
 from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.device import DeviceRun
-from edgekit.devices.find import find_device
-from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.devices.find import DeviceChoice, choose_devices, find_device
 from edgekit.errors import UsageError
 from edgekit.target import load_target
 

@@ -13,19 +13,23 @@ import pytest
 from devices_models import Watched, float_conv, make_job
 
 from edgekit._ort import TESTED_VERSIONS, VERSION
-from edgekit.devices.find import default_target, device_names, find_device, install_device, list_devices
-from edgekit.devices.local import arm64
-from edgekit.devices.local.arm64 import REQUIREMENTS, find_installed, installing
-from edgekit.devices.local.host import Host
-from edgekit.devices.register import (
+from edgekit.devices.find import (
     DeviceChoice,
     NamedDevice,
     address_of,
     choose_devices,
+    default_target,
+    device_names,
+    find_device,
     holding_place,
+    install_device,
     kind_of,
+    list_devices,
     read_devices,
 )
+from edgekit.devices.local import arm64
+from edgekit.devices.local.arm64 import REQUIREMENTS, find_installed, installing
+from edgekit.devices.local.host import Host
 from edgekit.devices.release import find_node
 from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import DeviceError, UsageError
@@ -315,7 +319,7 @@ def laboratory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 @pytest.mark.slow
 @pytest.mark.usefixtures("laboratory")
 def test_a_labgrid_place_is_held_by_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgekit.devices.register._PAUSE_S", 0.1)
+    monkeypatch.setattr("edgekit.devices.find._PAUSE_S", 0.1)
     with holding_place("rack1"):
         assert "edgekit-" in _ask("who")
         # Somebody else cannot have it meanwhile.

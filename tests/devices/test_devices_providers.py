@@ -17,7 +17,15 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.devices import observe
 from edgekit.devices.device import Job, Missing
-from edgekit.devices.find import default_target, device_names, find_device, list_devices, serve_device
+from edgekit.devices.find import (
+    choose_here,
+    default_target,
+    device_names,
+    find_device,
+    list_devices,
+    load_target_here,
+    serve_device,
+)
 from edgekit.devices.local import provider
 from edgekit.devices.local.host import COREML, UNITS, CoreMl, coreml_job, coreml_options
 from edgekit.devices.local.provider import (
@@ -32,7 +40,6 @@ from edgekit.devices.local.provider import (
 )
 from edgekit.devices.observe import match_nodes, observe_placement
 from edgekit.devices.process.run import STANDALONE, check_options, describe_job, run_python
-from edgekit.devices.register import choose_here, load_target_here
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence

@@ -13,7 +13,7 @@ from edgekit.check.check import check_model
 from edgekit.check.recommend import ask_ort_checker, explain_difference, find_opinion
 from edgekit.cli.main import run_command
 from edgekit.devices.device import Device
-from edgekit.devices.find import find_device
+from edgekit.devices.find import NamedDevice, find_device
 from edgekit.devices.observe import (
     Observed,
     compare_placement,
@@ -22,7 +22,6 @@ from edgekit.devices.observe import (
     observe_placement,
     observe_target,
 )
-from edgekit.devices.register import NamedDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model

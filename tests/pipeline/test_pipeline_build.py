@@ -20,8 +20,7 @@ from tiny_models import parse_model, save_net, write_small_net
 from edgekit.bundle.folder import open_bundle
 from edgekit.cli.main import run_command
 from edgekit.devices.device import LEAST_SAMPLES
-from edgekit.devices.find import find_device
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.find import DeviceChoice, find_device
 from edgekit.errors import DataError, EdgekitError, OutputError
 from edgekit.evidence import Verdict
 from edgekit.jobs.build import build

@@ -18,10 +18,9 @@ from edgekit.bench.subject import Opening
 from edgekit.bundle import checks
 from edgekit.bundle.manifest import MachineClass, SessionSetting
 from edgekit.devices.bundled import count_device_cores, read_class, set_job
-from edgekit.devices.find import find_device
+from edgekit.devices.find import DeviceChoice, ListedDevice, find_device
 from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.process.run import describe_job
-from edgekit.devices.register import DeviceChoice, ListedDevice
 from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence

@@ -20,7 +20,7 @@ from edgekit.bundle.manifest import UNPADDED, decode_manifest, encode_json
 from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.find import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.jobs.build import build
 from edgekit.model.state import State

@@ -15,8 +15,8 @@ from edgekit.bundle.golden import read_outputs
 from edgekit.bundle.sign import make_key
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import order_for_runs, select_samples
+from edgekit.devices.find import DeviceChoice
 from edgekit.devices.process.exchange import encode_tensors
-from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.verify.on_devices import RunFiles, verify_on
 from edgekit.verify.report import VerifyReport

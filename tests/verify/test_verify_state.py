@@ -23,7 +23,7 @@ from edgekit.bundle.manifest import Manifest, decode_manifest, encode_json
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.find import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.jobs.build import build
 from edgekit.jobs.quantize import quantize_for

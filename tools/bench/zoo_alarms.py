@@ -22,7 +22,7 @@ from zoo_tasks import ZOO
 from edgekit.bundle.folder import open_bundle, read_target
 from edgekit.bundle.golden import make_golden
 from edgekit.data.samples import load_samples, select_samples
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.find import DeviceChoice
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model

@@ -18,10 +18,10 @@ import onnx
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples, limit_samples, map_samples
 from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.devices.find import kind_of
 from edgekit.devices.ios.ios import NAME
 from edgekit.devices.ios.mil.compute import Operation
 from edgekit.devices.packages import match_operations
-from edgekit.devices.register import kind_of
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_proto, read_with_weights_on_disk, save_proto
