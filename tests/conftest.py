@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from hypothesis.internal.conjecture import providers
 from tiny_models import parse_model
 
 import edgekit
@@ -43,6 +44,12 @@ CANNOT_RUN_IN_CI = (
     "onnxruntime-ep-openvino is not installed",
     "onnxruntime-ep-webgpu is not installed",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leaves out what hypothesis reads for its draws outside `make fuzz`: each worker would parse all of edgekit."""
+    if config.getoption("--hypothesis-profile") is None:
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
