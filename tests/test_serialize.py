@@ -125,6 +125,9 @@ def find_unread_types(source: str) -> list[str]:
     if not any(name in source for name in decoders):
         return found
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        # To write each call as text costs seconds too.
+        if getattr(call.func, "attr", "") not in {"convert", "Decoder", "decode"}:
+            continue
         name, kinds = ast.unparse(call.func), [word.value for word in call.keywords if word.arg == "type"]
         if name in positional:
             kinds += call.args[-1:]
