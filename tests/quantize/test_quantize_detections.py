@@ -292,7 +292,7 @@ def test_the_image_is_the_input_with_channels(shape: tuple[int, ...], image: tup
 
 def drop_of(change: float, chance: float = 1.0) -> tuple[float, tuple[float, float]]:
     """Returns the drop where boxes move by a share of the pixels, and chances are multiplied."""
-    rows = make_outputs("middle and size", count=40)
+    rows = make_outputs("middle and size", count=20)
     head, rng = present(find_head(rows, (SIDE, SIDE))), np.random.default_rng(1)
     others = [{"y": row["y"].copy()} for row in rows]
     for row in others:
@@ -323,7 +323,7 @@ def test_detections_that_are_gone_are_lost_and_scores_that_all_shrink_are_not() 
 
 
 def test_a_class_that_is_taken_for_another_is_lost() -> None:
-    rows = make_outputs("middle and size", count=40)
+    rows = make_outputs("middle and size", count=20)
     others = [{"y": row["y"][:, [0, 1, 2, 3, 5, 6, 4]]} for row in rows]
     head = present(find_head(rows, (SIDE, SIDE)))
     assert estimate_drop([record_detections(head, *pair) for pair in zip(rows, others, strict=True)]).estimate > 0.2
