@@ -35,9 +35,9 @@ def test_the_schema_has_every_option_of_every_command() -> None:
     # One validator: jsonschema.validate judges the schema itself in each call.
     takes = jsonschema.Draft202012Validator(schema)
     takes.check_schema(schema)
-    tables = {"set": {"api_level": 30}, "observe": True}, {"sett": {}}, {"observe": "yes"}
-    files = [{"models": {}, "targets": {}, "commands": {"check": table}} for table in tables]
-    files.append({**files[0], "commands": {"chek": {}}})
+    good = {"check": {"set": {"api_level": 30}, "observe": True}}
+    wrong: list[dict[str, dict[str, object]]] = [{"chek": {}}, {"check": {"sett": {}}}, {"check": {"observe": "yes"}}]
+    files = [{"models": {}, "targets": {}, "commands": table} for table in (good, *wrong)]
     assert [takes.is_valid(text) for text in files] == [True, False, False, False]
 
 
