@@ -1,4 +1,4 @@
-"""What an installed edgekit holds: the code, the targets, the far-side programs, the demo; and nothing else."""
+"""What an installed edgekit holds: code, targets, far-side programs, demo and schema of manifests; nothing else."""
 
 import os
 import re
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from fixture_types import Shown
+
+from edgekit.bundle.manifest import SCHEMA_FILE, render_schema
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,3 +71,9 @@ def test_no_message_installs_another_project() -> None:
 
 def test_the_version_is_that_of_the_distribution(shown: Shown) -> None:
     assert shown(["--version"]) == f"edgekit {metadata.version('edgekit-onnx')}\n"
+
+
+def test_the_published_schema_is_current() -> None:
+    assert SCHEMA_FILE.read_bytes() == render_schema(), (
+        "run .venv/bin/python tools/write_schemas.py, and say in CHANGELOG.md what is new"
+    )

@@ -41,32 +41,32 @@ def trial(plan: QuantPlan, step: str, drop: float, taken: float) -> Trial:
     return Trial(step=step, plan=plan, prediction=prediction, taken_macs=taken)
 
 
-def test_work_on_the_target_counts_more_than_a_smaller_drop(plan: QuantPlan) -> None:
-    trials = [trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.001, 0.6), trial(plan, "c", 0.004, 0.9)]
+# Each trial with its drop, the work on the target, and the work in integers.
+NEAR, FAR, FLOAT = ("a", 0.008, 1.0, 1.0), ("b", 0.02, 1.0, 1.0), ("c", 0.001, 1.0, 0.1)
+CHOICES = {
+    "work on the target counts more than a smaller drop": (
+        [("a", 0.1, 1.0, 1.0), ("b", 0.001, 0.6, 1.0), ("c", 0.004, 0.9, 1.0)], True, "c",
+    ),
+    "none meets the goal": ([("a", 0.1, 1.0, 1.0), ("b", 0.05, 0.6, 1.0)], False, "b"),
+    "one that stays float gains less than the sampling error": ([NEAR, FLOAT], True, "a"),
+    "one that stays float gains more": ([FAR, FLOAT], True, "c"),
+    "none meets the goal, and one in integers is hardly worse": (
+        [("a", 0.014, 1.0, 1.0), ("c", 0.01, 1.0, 0.1)], False, "a",
+    ),
+    "none meets the goal, and one in integers is worse": (
+        [("b", 0.016, 1.0, 1.0), ("c", 0.01, 1.0, 0.1)], False, "c",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_trial_is_chosen_by_its_drop_and_the_work_that_stays_on_the_target(name: str, plan: QuantPlan) -> None:
+    given, met, step = CHOICES[name]
+    trials = [msgspec.structs.replace(trial(plan, *row[:3]), integer_macs=row[3]) for row in given]
     found = choose_trial(trials, GOAL)
-    assert (found.met, found.chosen.step) == (True, "c")
-
-
-def test_a_model_that_stays_float_is_not_taken_for_less_than_the_sampling_error(plan: QuantPlan) -> None:
-    near, far = trial(plan, "a", 0.008, 1.0), trial(plan, "b", 0.02, 1.0)
-    mostly_float = msgspec.structs.replace(trial(plan, "c", 0.001, 1.0), integer_macs=0.1)
-    found = choose_trial([near, mostly_float], GOAL)
-    assert (found.met, found.chosen.step) == (True, "a")
-    assert found.note == "within the sampling error; 'c' leaves 10% of the work in integers"
-    assert choose_trial([far, mostly_float], GOAL).chosen.step == "c"
-
-
-def test_no_trial_that_meets_the_goal_is_said(plan: QuantPlan) -> None:
-    found = choose_trial([trial(plan, "a", 0.1, 1.0), trial(plan, "b", 0.05, 0.6)], GOAL)
-    assert (found.met, found.chosen.step) == (False, "b")
-
-
-def test_where_none_meets_the_goal_one_in_integers_is_taken_if_it_is_hardly_worse(plan: QuantPlan) -> None:
-    near, far = trial(plan, "a", 0.014, 1.0), trial(plan, "b", 0.016, 1.0)
-    mostly_float = msgspec.structs.replace(trial(plan, "c", 0.01, 1.0), integer_macs=0.1)
-    assert choose_trial([near, mostly_float], GOAL).chosen.step == "a"
-    assert choose_trial([far, mostly_float], GOAL).chosen.step == "c"
-    assert not choose_trial([near, mostly_float], GOAL).met
+    assert (found.met, found.chosen.step) == (met, step)
+    told = "within the sampling error; 'c' leaves 10% of the work in integers"
+    assert found.note == (told if given == [NEAR, FLOAT] else "")
 
 
 @pytest.fixture(scope="module")
