@@ -67,8 +67,11 @@ def _fit(made: Floats, found: Floats) -> float:
 
 def _list_changes(wanted: Floats, found: Floats) -> Iterator[_Change]:
     """Yields the usual changes of a tensor, the simplest first."""
-    for made, result, place in ((wanted, found, "after one softmax too many"), (found, wanted, "before its softmax")):
-        yield f"is the reference {place}", softmax(made.reshape(len(made), -1), axis=1).reshape(made.shape), result
+    for words, made, result in (
+        ("is the reference after one softmax too many", wanted, found),
+        ("is the reference before its softmax", found, wanted),
+    ):
+        yield words, softmax(made.reshape(len(made), -1), axis=1).reshape(made.shape), result
     low, high = float(found.min()), float(found.max())
     # What is clipped says nothing of scales and constants, and what a change moves beyond the limits is clipped there.
     known = (wanted > wanted.min()) & (wanted < wanted.max())
