@@ -20,8 +20,7 @@ from edgekit.serialize import to_builtins
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
 from edgekit.verify.metrics.outputs import OutputReport, weigh_output
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run_report import RunReport
-from edgekit.verify.state import describe_state
+from edgekit.verify.run_report import RunReport, describe_state
 from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_difference, format_score
 from edgekit.verify.two_models import ModelComparison, limit_ratio
 

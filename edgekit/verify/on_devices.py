@@ -46,9 +46,9 @@ from edgekit.recipe import Data
 from edgekit.serialize import to_json
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.attribute import keep_attribution
+from edgekit.verify.more_runs import UnpaddedGolden
 from edgekit.verify.report import VerifyReport, read_known, require_devices, write_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.sizes import UnpaddedGolden
 from edgekit.verify.task_metrics import find_metric, measure_task
 from edgekit.verify.task_scores import TaskReport, check_class_labels, judge_task
 

@@ -1,34 +1,21 @@
-"""What a provider took on a device: which nodes it left to the CPU, and how the bundle's other model files run."""
+"""What a provider took on a device: which nodes it left to the CPU."""
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-
-import msgspec
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.check.placement import place_observed
 from edgekit.check.report import CheckedNode, Placed
-from edgekit.data.samples import select_samples, spread_indices
-from edgekit.devices.bundled import make_job
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
-from edgekit.devices.find import kind_of
+from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.observe import (
     FAMILIES,
-    count_nodes,
     find_lost,
     is_unlisted,
     map_providers,
     match_nodes,
     shows_placement,
 )
-from edgekit.devices.recorded import Recorded
 from edgekit.model.external import skim_model
-from edgekit.target import Verification
-from edgekit.verify.metrics.compare import compare_bundled
-from edgekit.verify.run_report import OBSERVING, FileReport, PlacementGap
+from edgekit.verify.run_report import OBSERVING, PlacementGap
 
 _MOST_NAMES = 20
 # A session reports nodes of their subgraphs that are not in the model's list of nodes.
@@ -134,31 +121,3 @@ def _holds_compiled(run: DeviceRun, job: Job) -> bool:
     return run.placement_source == "profile" and any(
         node.provider != CPU_PROVIDER and node.op not in known for node in run.placement
     )
-
-
-LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
-"""Kinds of devices that run the same runtime that an app links."""
-
-
-def try_model_files(
-    bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
-) -> Iterator[FileReport]:
-    """Yields the figures of each other model file of a bundle, run on a device with as few samples as needed."""
-    if kind_of(device) not in LINKED_RUNTIMES or isinstance(device, Recorded):
-        return
-    rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))
-    samples = select_samples(read_inputs(golden), rows)
-    reference = select_samples(read_outputs(golden), rows)
-    for form in (form for form in bundle.manifest.forms if form not in {plan.form, "context"}):
-        job = make_job(bundle, msgspec.structs.replace(plan, form=form), samples)
-        run = device.try_job(job, work / form)
-        yield FileReport(
-            file=job.model.name,
-            form=form,
-            provider_nodes=count_nodes(run, job),
-            placed=find_placed(run, job),
-            load_ms=run.load_ms,
-            outputs=() if run.failure else compare_bundled(bundle, reference, run.outputs),
-            failure=run.failure,
-            crashed=run.crashed,
-        )

@@ -25,7 +25,7 @@ from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import INTEGERS, Form, TaskLimit, Verification
-from edgekit.verify import own_model, placement, sizes, suspects
+from edgekit.verify import more_runs, own_model, placement, suspects
 from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
 from edgekit.verify.layers.on_device import LAYER_SAMPLES, look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
@@ -34,7 +34,6 @@ from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.outputs import OutputReport, describe_agreements, weigh_output
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.state import run_sequences
 from edgekit.verify.task_metrics import measure_task
 from edgekit.verify.task_scores import describe_chance, measure_accuracy
 
@@ -46,7 +45,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for; `unpadded` holds the lengths of the samples in `golden`, or None if they are unknown."""
 
     golden: Golden | None
-    unpadded: sizes.UnpaddedGolden | None
+    unpadded: more_runs.UnpaddedGolden | None
     task: TaskLimit | None
     float_model: Path | None
     layers: bool
@@ -83,7 +82,7 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
         return find_impossible_time((*self.run.latency_ms, self.run.load_ms))
 
 
-_Done = tuple[RunReport, sizes.KeptOutputs | None, own_model.Scored | None]
+_Done = tuple[RunReport, more_runs.KeptOutputs | None, own_model.Scored | None]
 """A run, and its outputs and scores as other devices' are compared with them, if all came back."""
 
 
@@ -91,7 +90,7 @@ def verify_bundle(
     bundle: Bundle,
     devices: Sequence[Device],
     *,
-    golden: Golden | sizes.UnpaddedGolden | None = None,
+    golden: Golden | more_runs.UnpaddedGolden | None = None,
     task: TaskLimit | None = None,
     float_model: Path | None = None,
     layers: bool = False,
@@ -117,8 +116,8 @@ def verify_bundle(
     present, skipped = find_present(devices)
 
     request = _Request(
-        golden=golden.golden if isinstance(golden, sizes.UnpaddedGolden) else golden,
-        unpadded=golden if isinstance(golden, sizes.UnpaddedGolden) else None,
+        golden=golden.golden if isinstance(golden, more_runs.UnpaddedGolden) else golden,
+        unpadded=golden if isinstance(golden, more_runs.UnpaddedGolden) else None,
         task=task or bundled_task(manifest),
         float_model=float_model,
         layers=layers,
@@ -144,14 +143,14 @@ def verify_bundle(
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
         notes=tuple(filter(None, (evidence.note, own_model.describe_untested(bundle)))),
-        differences=tuple(sizes.describe_differences(kept)),
+        differences=tuple(more_runs.describe_differences(kept)),
     )
     return recheck_report(report, manifest.thresholds)
 
 
 def _run_devices(
     bundle: Bundle, devices: Sequence[Device], request: _Request, progress: Progress
-) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[sizes.KeptOutputs, ...]]:
+) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[more_runs.KeptOutputs, ...]]:
     """Returns the result of each device, what is wrong with the files that this machine can run, and the outputs."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
     forms.extend(form for form in own_model.TESTED_FORMS if bundle.manifest.forms.get(form))
@@ -209,18 +208,18 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
         )
         report, run, by_size = _measure_run(trial), trial.run, None
         if bundle.manifest.open_dims and run.failure is None:
-            by_size = sizes.compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
+            by_size = more_runs.compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
         elif request.golden is None or request.unpadded is not None:
             # Buckets need the lengths that the samples had before padding.
-            by_size = sizes.run_buckets(bundle, device, job, run, rows, work / "sizes", request.unpadded)
+            by_size = more_runs.run_buckets(bundle, device, job, run, rows, work / "sizes", request.unpadded)
         located = _look_inside(trial, device, report, work / "layers")
         report = msgspec.structs.replace(
             report,
             traps=() if report.passed else tuple(_list_traps(trial, report.outputs, located)),
             located=located,
-            state=run_sequences(bundle.manifest, device, job, run, golden, trial.reference, work / "steps"),
+            state=more_runs.run_sequences(bundle.manifest, device, job, run, golden, trial.reference, work / "steps"),
             sizes=by_size,
-            files=tuple(placement.try_model_files(bundle, device, plan, golden, work / "files")),
+            files=tuple(more_runs.try_model_files(bundle, device, plan, golden, work / "files")),
         )
         # A run whose outputs have no digest is incomplete.
         if not report.outputs_sha256:
@@ -228,7 +227,7 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
         scored, labels = None, read_labels(golden)
         if request.task is not None and labels is not None:
             scored = own_model.score_run(request.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
-        kept = sizes.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
+        kept = more_runs.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
         return report, kept, scored
 
 

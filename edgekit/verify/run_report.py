@@ -1,5 +1,6 @@
 """What one device did with a bundle: the facts, the gates by which they are judged, and the verdict of the run."""
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -10,10 +11,10 @@ from edgekit.bench.latency import Latency
 from edgekit.check.report import Placed, count_of
 from edgekit.data.samples import order_for_runs
 from edgekit.evidence import Evidence, Judgement, Verdict, join_judgements
+from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import INPUT, UNSTEADY, Located
-from edgekit.verify.metrics.outputs import OutputReport, weigh_output
-from edgekit.verify.state import StateReport, judge_state
+from edgekit.verify.metrics.outputs import Decibels, OutputReport, weigh_output
 from edgekit.verify.task_scores import Accuracy, TaskReport, judge_task
 
 OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_BINARY, Evidence.SAME_EP)
@@ -95,6 +96,92 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
     failures: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
+
+
+ACCEPTED_DB = -10 * math.log10(DEFAULT_MAX_DROP)
+"""A signal-to-noise ratio from here on is good enough for any drift: `quantize` accepts so much noise (half a point of
+the variance of values) with a model's own state."""
+
+
+class Drift(msgspec.Struct, frozen=True, kw_only=True):
+    """The signal-to-noise ratio of an output in dB at each step, over all sequences.
+
+    `fed_back` is measured with the device's own state, `given` with the float model's state at each step (teacher
+    forcing). None means that nothing can be measured: the float model's output is zero, or a value is not finite.
+    `late_fed_back` and `late_given` are those of the second half of the steps together.
+    """
+
+    output: str
+    fed_back: tuple[Decibels | None, ...]
+    given: tuple[Decibels | None, ...]
+    late_fed_back: Decibels | None
+    late_given: Decibels | None
+
+    @property
+    def lost_db(self) -> float | None:
+        """By how many dB the device's own state makes the second half of the steps worse, or None if unknown."""
+        if self.late_fed_back is None or self.late_given is None:
+            return None
+        return max(0.0, self.late_given - self.late_fed_back)
+
+
+class StateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a device for whole sequences, in which each step gets the device's own state.
+
+    `outputs` hold the figures of what the app reads: outputs that are state are left out, unless all are. `drift` has
+    an entry for each numeric output. `failure` says why there are no figures, None if there are; `crashed` means that
+    the program of an emulator died.
+    """
+
+    sequences: int
+    steps: int
+    outputs: tuple[OutputReport, ...] = ()
+    drift: tuple[Drift, ...] = ()
+    failure: str | None = None
+    crashed: bool = False
+
+    @property
+    def read(self) -> tuple[Drift, ...]:
+        """The drift of the outputs that the app reads.
+
+        Outputs that are state are left out: most of a cache is copied at each step, and a copy adds no error.
+        """
+        names = {output.name for output in self.outputs}
+        return tuple(drift for drift in self.drift if drift.output in names)
+
+
+def judge_state(report: StateReport, thresholds: Thresholds) -> Judgement:
+    """Returns whether a device keeps its state well enough, with one line for each reason why not."""
+    steps, most = report.steps, thresholds.max_drift_db
+    if report.crashed:
+        return Judgement(unproven=(f"step by step the emulator crashed, which proves nothing: {report.failure}",))
+    if report.failure is not None:
+        return Judgement(failures=(f"step by step the device failed: {report.failure}",))
+    if not report.sequences:
+        stopped = f"it stopped before one sequence of {steps} steps was whole: what its own state costs is not known"
+        return Judgement(unproven=(stopped,))
+    if not report.outputs:
+        return Judgement(failures=("step by step nothing was compared",))
+    lines = (line for output in report.outputs for line in weigh_output(output, thresholds).failures)
+    failures = [f"with its own state over {steps} steps, {line}" for line in lines]
+    for drift in report.read:
+        late, lost = drift.late_fed_back, drift.lost_db
+        if most is not None and late is not None and lost is not None and late < ACCEPTED_DB and lost > most:
+            costs = f"its own state costs it {lost:.1f} dB, more than {most:g} dB"
+            failures.append(f"output '{drift.output}' drifts: in the later of {steps} steps {costs}")
+    return Judgement(failures=tuple(failures))
+
+
+def describe_state(report: StateReport) -> Iterator[str]:
+    """Yields for each output how its error grew from the first step to the last, and which outputs are state."""
+    if names := [each.output for each in report.drift if each not in report.read]:
+        yield f"state is judged by what it does to the other outputs: {', '.join(map(repr, names))}"
+    for drift in report.read:
+        first, last, lost = drift.fed_back[0], drift.fed_back[-1], drift.lost_db
+        if first is not None and last is not None and lost is not None:
+            ran = f"{count_of(report.sequences, 'sequence')} of {report.steps} steps with its own state"
+            ends = f"output '{drift.output}' has {first:.1f} dB at the first step and {last:.1f} dB at the last"
+            yield f"{ran}: {ends}; its second half has {lost:.1f} dB less than with the float model's state"
 
 
 class StandIn(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,9 +28,9 @@ from edgekit.model.tensors import Tensors
 from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
+from edgekit.verify.more_runs import KeptOutputs, describe_differences, keep_outputs
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.sizes import KeptOutputs, describe_differences, keep_outputs
 
 
 @pytest.fixture(scope="module")

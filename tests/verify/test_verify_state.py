@@ -36,10 +36,10 @@ from edgekit.serialize import to_json
 from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.compare import compare_bundled
 from edgekit.verify.metrics.outputs import weigh_output
+from edgekit.verify.more_runs import measure_drift
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.report import read_report, write_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.state import measure_drift
 
 
 @pytest.fixture(scope="module")

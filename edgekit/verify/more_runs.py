@@ -1,26 +1,35 @@
-"""Outputs judged by the size of their samples: each bucket of a bundle, and groups of sizes of an open dimension.
+"""The runs of a device besides the first: whole sequences with its own state, each size, each other model file.
 
 This module also compares two devices of one kind, such as two emulated CPUs.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden import Golden, read_outputs
+from edgekit.bundle.golden import Golden, read_inputs, read_outputs, write_rows
 from edgekit.bundle.manifest import UNPADDED, Manifest, list_open
 from edgekit.data.padding import crop_samples, cut_samples, free_axes
-from edgekit.data.samples import Samples, list_samples, load_samples, select_samples
-from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.data.samples import Samples, list_samples, load_samples, select_samples, spread_indices
+from edgekit.devices.bundled import make_job
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
+from edgekit.devices.find import kind_of
 from edgekit.devices.observe import count_nodes
+from edgekit.devices.process.session import open_session
 from edgekit.devices.recorded import Recorded
-from edgekit.errors import DataError
-from edgekit.model.tensors import Tensors
-from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.errors import CrashError, DataError, EdgekitError
+from edgekit.model.state import State, find_fed_back, run_steps
+from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.target import Verification
+from edgekit.verify import placement
+from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.run_report import BucketReport, SizesReport
+from edgekit.verify.metrics.tensor_metrics import decibels
+from edgekit.verify.run_report import BucketReport, Drift, FileReport, SizesReport, StateReport
 
 _MOST_BYTES = 32 << 20
 
@@ -194,3 +203,114 @@ def _group(sizes: Sequence[int]) -> Iterator[list[int]]:
             left, group = rest, []
     if group:
         yield sorted(group)
+
+
+def measure_drift(
+    names: Sequence[str], reference: Samples, fed_back: Samples, given: Samples, steps: int
+) -> tuple[Drift, ...]:
+    """Returns the drift of outputs; the three sets of samples hold whole sequences in the same order."""
+    powers: dict[str, Array] = {}
+    for index, (wanted, back, own) in enumerate(zip(reference, fed_back, given, strict=True)):
+        for name in names:
+            if is_numeric(wanted[name]):
+                values = wanted[name].astype(np.float64)
+                found = np.sum(values**2), _error(values, back.get(name)), _error(values, own.get(name))
+                powers.setdefault(name, np.zeros((3, steps)))[:, index % steps] += found
+    late = slice(steps // 2, None)
+    return tuple(
+        Drift(
+            output=name,
+            fed_back=tuple(map(_decibels, signal, back_noise)),
+            given=tuple(map(_decibels, signal, own_noise)),
+            late_fed_back=_decibels(signal[late].sum(), back_noise[late].sum()),
+            late_given=_decibels(signal[late].sum(), own_noise[late].sum()),
+        )
+        for name in names
+        if name in powers
+        for signal, back_noise, own_noise in [powers[name]]
+    )
+
+
+def _error(wanted: Array, got: Array | None) -> float:
+    # An output that is missing or of another shape cannot be measured: its step has no figure, as with NaN.
+    if got is None or got.shape != wanted.shape:
+        return float("nan")
+    return float(np.sum((got.astype(np.float64) - wanted) ** 2))
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    return decibels(signal, noise) if np.isfinite(signal) and np.isfinite(noise) and signal > 0 else None
+
+
+def run_sequences(
+    manifest: Manifest, device: Device, job: Job, run: DeviceRun, golden: Golden, reference: Samples, work: Path
+) -> StateReport | None:
+    """Runs the samples of a job as whole sequences, with the device's own state, and returns how far they drift.
+
+    `reference` holds the float model's outputs, and `run` the device's outputs with the float model's state. None if
+    the model has no state, the samples are no sequences, or the run failed.
+    """
+    state = manifest.state
+    if not state or state.steps == 1 or run.failure is not None:
+        return None
+    sequences = reference.count // state.steps
+    found = StateReport(sequences=sequences, steps=state.steps)
+    if not sequences:
+        return found
+    reference, given = (select_samples(samples, range(sequences * state.steps)) for samples in (reference, run.outputs))
+    try:
+        fed_back = _step(device, job, state, golden, sequences, work)
+    except EdgekitError as error:
+        return msgspec.structs.replace(found, failure=error.message, crashed=isinstance(error, CrashError))
+    reports = compare_outputs(reference, fed_back, manifest.readings or {})
+    names = [spec.name for spec in golden.outputs]
+    # An app reads the outputs that are no state, or all if there are no others.
+    read = tuple(report for report in reports if report.name not in find_fed_back(state).values())
+    drift = measure_drift(names, reference, fed_back, given, state.steps)
+    return msgspec.structs.replace(found, outputs=read or tuple(reports), drift=drift)
+
+
+def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int, work: Path) -> Samples:
+    """Returns the outputs in the order of the samples: all steps of the first sequence, then those of the next."""
+    specs, count = {spec.name: spec for spec in golden.inputs}, sequences * state.steps
+    whole = msgspec.structs.replace(job, samples=select_samples(job.samples, range(count)))
+    # One step of all sequences is in memory at a time.
+    turns = (list(islice(job.samples, step, count, state.steps)) for step in range(state.steps))
+    with open_session(device, whole, work / "session") as run:
+        for step, (_, outputs) in enumerate(run_steps(turns, state.feeds, specs, run)):
+            write_rows(work / f"step-{step}.npz", outputs, ragged=True)
+
+    def read() -> Iterator[Tensors]:
+        files = [load_samples(str(work / f"step-{step}.npz"), golden.outputs) for step in range(state.steps)]
+        for rows in zip(*files, strict=True):
+            yield from rows
+
+    return Samples(source=device.name, count=count, read=read)
+
+
+LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
+"""Kinds of devices that run the same runtime that an app links."""
+
+
+def try_model_files(
+    bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
+) -> Iterator[FileReport]:
+    """Yields the figures of each other model file of a bundle, run on a device with as few samples as needed."""
+    if kind_of(device) not in LINKED_RUNTIMES or isinstance(device, Recorded):
+        return
+    rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))
+    samples = select_samples(read_inputs(golden), rows)
+    reference = select_samples(read_outputs(golden), rows)
+    for form in (form for form in bundle.manifest.forms if form not in {plan.form, "context"}):
+        job = make_job(bundle, msgspec.structs.replace(plan, form=form), samples)
+        run = device.try_job(job, work / form)
+        yield FileReport(
+            file=job.model.name,
+            form=form,
+            provider_nodes=count_nodes(run, job),
+            placed=placement.find_placed(run, job),
+            load_ms=run.load_ms,
+            outputs=() if run.failure else compare_bundled(bundle, reference, run.outputs),
+            failure=run.failure,
+            crashed=run.crashed,
+        )
