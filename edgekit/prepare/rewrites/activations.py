@@ -108,7 +108,7 @@ def join_hard_swish(writer: Writer) -> None:
     graph = writer.graph
     whole = scaled_by(graph, writer.node, 1 / 6)
     product = known(made_by(graph, writer.node.output[0] if whole is None else whole, "Mul"))
-    for data, gate in permutations(product.input):
+    for data, gate in permutations(product.input, 2):
         # The gate is Clip(x + 3, 0, 6) if the product is divided by 6, else Clip(...) / 6 or a HardSigmoid.
         inner = gate if whole is not None else scaled_by(graph, graph.producers.get(gate), 1 / 6)
         clip = made_by(graph, inner or "", "Clip")
