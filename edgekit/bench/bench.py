@@ -23,6 +23,7 @@ from edgekit.bench.latency import (
     find_energy,
     find_impossible_time,
     find_steady,
+    measure_round,
     median_interval,
 )
 from edgekit.bench.subject import Opening, Subject, open_pair, open_subject
@@ -182,18 +183,26 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
 
 def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> tuple[DeviceRun, Tensors]:
     """Returns a run of slices with the job's first sample, and the outputs of the first slice."""
-    # The same sample over and over, so that only the device varies, not the data.
+    with work_folder() as work:
+        run = run_slices(device, job, work, slices=slices, repeat=repeat, seconds=seconds)
+        return run, next(iter(run.outputs), {})
+
+
+def run_slices(device: Device, job: Job, work: Path, *, slices: int, repeat: int, seconds: float) -> DeviceRun:
+    """Runs the job's first sample `slices` times `repeat` times; the device may stop after a slice beyond `seconds`.
+
+    It is the same sample over and over, so that only the device varies, not the data.
+
+    Raises:
+        DeviceError: the device is not there, failed, or gave a time that is none.
+    """
     sample = list(job.samples)[:1]
     samples = Samples(source=job.samples.source, count=slices, read=lambda: iter(sample * slices))
-    sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds)
-    with work_folder() as work:
-        run = device.run_job(sliced, work)
-        outputs = next(iter(run.outputs), None)
-    if run.failure is not None:
-        raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
-    if impossible := find_impossible_time((*run.latency_ms, *run.elapsed_ms)):
-        raise DeviceError(f"'{device.name}' cannot be timed: {impossible}", hint=f"edgekit devices test {device.name}")
-    return run, outputs or {}
+    run = device.run_job(msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds), work)
+    impossible = find_impossible_time((*run.latency_ms, *run.elapsed_ms))
+    if failure := run.failure or (impossible and f"'{device.name}' cannot be timed: {impossible}"):
+        raise DeviceError(failure, hint=f"edgekit devices test {device.name}")
+    return run
 
 
 # Comparison of two subjects on one device, in interleaved rounds, so that slow changes affect both alike.
@@ -219,23 +228,21 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress: Progress) -> Comparison:
-    """Returns how B compares with A on a device, or that the device failed.
-
-    The order alternates from round to round, so that neither subject always runs on a rested (cooler) device.
-    """
+    """Returns how B compares with A on a device, or that the device failed."""
     result = Comparison(device=device.name, evidence=device.evidence, a=a.name, b=b.name)
-    rounds: list[tuple[float, float]] = []
+    rounds: list[tuple[float, ...]] = []
     try:
         jobs = [effort.apply(subject.job_for(device)) for subject in (a, b)]
         guesses = [guess_time(device, job, effort) for job in jobs]
         seconds = effort.seconds / (2 * ROUNDS)
+
+        def measure(side: int) -> float:
+            runs = effort.runs or min(FIRST_RUNS, count_fitting(seconds, guesses[side]))
+            return median(run_block(device, jobs[side], runs, seconds, guesses[side]).latency_ms)
+
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS} on {device.name}")
-            medians: dict[int, float] = {}
-            for side in (0, 1) if number % 2 == 0 else (1, 0):
-                runs = effort.runs or min(FIRST_RUNS, count_fitting(seconds, guesses[side]))
-                medians[side] = median(run_block(device, jobs[side], runs, seconds, guesses[side]).latency_ms)
-            rounds.append((medians[0], medians[1]))
+            rounds.append(measure_round(number, (0, 1), measure))
         ratio = compare_rounds(rounds)
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=error.message)

@@ -1,7 +1,8 @@
 """Statistics of a series of run times: quantiles, confidence intervals, drift, and warming of the device."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -9,6 +10,9 @@ import numpy.typing as npt
 
 from edgekit.data.wilson import Z95
 from edgekit.devices.device import DeviceState
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 # Thresholds of warnings, chosen by edgekit: the temperatures at which devices lower their clock differ.
 MAX_WARMING_C = 5.0
@@ -209,7 +213,20 @@ def count_needed(latency_ms: Sequence[float], precision: float) -> int:
     return math.ceil(len(latency_ms) * (half / (precision * median)) ** 2)
 
 
-def compare_rounds(rounds: Sequence[tuple[float, float]]) -> Ratio:
+def measure_round(number: int, items: Sequence[_Item], measure: Callable[[_Item], _Result]) -> tuple[_Result, ...]:
+    """Measures each item once, in an order that depends on the round's number; returns the results in the items' order.
+
+    Slow changes of the machine must affect all items alike. So the second of two rounds has the order of the first in
+    reverse, and each pair of rounds begins with another item: two items are measured as AB, BA, BA, AB.
+    """
+    places = list(range(len(items)))
+    first = number // 2 % len(places)
+    rotated = places[first:] + places[:first]
+    results = {place: measure(items[place]) for place in (rotated if number % 2 == 0 else rotated[::-1])}
+    return tuple(results[place] for place in places)
+
+
+def compare_rounds(rounds: Sequence[Sequence[float]]) -> Ratio:
     """Returns the ratio of B's time to A's, from the median times of both in each round.
 
     Slow changes, such as those of clock and temperature, affect both halves of a round alike and cancel in their ratio.

@@ -19,11 +19,10 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.bench import FIRST_RUNS, count_fitting
-from edgekit.bench.latency import compare_rounds, find_steady
+from edgekit.bench.bench import FIRST_RUNS, count_fitting, run_slices
+from edgekit.bench.latency import compare_rounds, find_steady, measure_round
 from edgekit.bench.subject import Subject
 from edgekit.check.check import check_model
-from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Phase
 from edgekit.devices.process.run import MAX_LOG, printable
 from edgekit.errors import DeviceError, EdgekitError
@@ -183,7 +182,7 @@ class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     first: DeviceRun
-    pairs: tuple[tuple[DeviceRun, DeviceRun], ...]
+    pairs: tuple[tuple[DeviceRun, ...], ...]
     without_arena: DeviceRun | None
 
     @property
@@ -237,7 +236,9 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float
     """
     start = time.monotonic()
     folders = (work / str(number) for number in itertools.count())
-    first = _run(device, msgspec.structs.replace(job, trace=True), 3, next(folders), end_s)
+    budget_s = min(_MAX_BUDGET_S, max(0.0, end_s - start))
+    traced_job = msgspec.structs.replace(job, trace=True, least_samples=1)
+    first = run_slices(device, traced_job, next(folders), slices=3, repeat=1, seconds=budget_s)
     _read(first)
     guess_ms = max(1e-3, median(first.latency_ms[1:] or first.latency_ms))
     # The time to start a session counts too: each round starts two.
@@ -247,32 +248,16 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float
     each_s = min(_SECONDS, left_s / max(1, 2 * count) - start_s)
     events = max(1, _MAX_EVENTS // max(1, len(first.placement)))
     runs = options.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
-    pairs: list[tuple[DeviceRun, DeviceRun]] = []
-    for number in range(count):
-        # The order alternates, so that neither kind of session always finds a rested (cooler) device.
-        runs_by_tracing = {
-            traced: _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, next(folders))
-            for traced in ((False, True) if number % 2 == 0 else (True, False))
-        }
-        pairs.append((runs_by_tracing[False], runs_by_tracing[True]))
+
+    def run(job: Job, repeat: int = runs + 1) -> DeviceRun:
+        return run_slices(device, job, next(folders), slices=1, repeat=repeat, seconds=job.budget_s)
+
+    jobs = (job, msgspec.structs.replace(job, trace=True))
+    pairs = tuple(measure_round(number, jobs, run) for number in range(count))
     without_arena = None
     if pairs and pairs[0][0].memory and end_s - time.monotonic() > start_s:
-        without_arena = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, next(folders))
-    return _Rounds(first=first, pairs=tuple(pairs), without_arena=without_arena)
-
-
-def _run(device: Device, job: Job, runs: int, folder: Path, end_s: float | None = None) -> DeviceRun:
-    """Runs the job's sample `runs` times, or fewer times (at least once) if `end_s` is over before."""
-    asked = msgspec.structs.replace(job, repeat=runs)
-    if end_s is not None:
-        (sample,) = list(job.samples)
-        samples = Samples(source=job.samples.source, count=runs, read=lambda: iter([sample] * runs))
-        budget_s = min(_MAX_BUDGET_S, max(0.0, end_s - time.monotonic()))
-        asked = msgspec.structs.replace(job, samples=samples, least_samples=1, budget_s=budget_s)
-    run = device.run_job(asked, folder)
-    if run.failure is not None:
-        raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
-    return run
+        without_arena = run(msgspec.structs.replace(job, arena=False), 3)
+    return _Rounds(first=first, pairs=pairs, without_arena=without_arena)
 
 
 def _take_median(run: DeviceRun) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from edgekit._files import read_search, write_file
 from edgekit._ort import VERSION
 from edgekit.bench.bench import ROUNDS, Block, run_block
-from edgekit.bench.latency import Ratio, compare_rounds
+from edgekit.bench.latency import Ratio, compare_rounds, measure_round
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples, list_samples
@@ -229,12 +229,7 @@ class Journal:
         if self.seconds + each_s * len(entrants) > min(until_s, self.budget_s - each_s * reserve):
             return None
         start = time.monotonic()
-        places = list(range(len(entrants)))
-        # Rotating and reversing the order makes slow changes affect all alike: no entrant always runs first, on a cool
-        # machine.
-        rotated = places[number % len(places) :] + places[: number % len(places)]
-        results = {place: self._measure(entrants[place]) for place in (rotated if number % 2 == 0 else rotated[::-1])}
-        measured = tuple(results[place] for place in places)
+        measured = measure_round(number, entrants, self._measure)
         self.rounds.append(Round(entrants=tuple(entrants), measured=measured, seconds=time.monotonic() - start))
         if self._path is not None:
             write_file(self._path, msgspec.json.encode(_Stored(key=self._key, rounds=tuple(self.rounds))))
