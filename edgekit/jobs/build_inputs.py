@@ -328,7 +328,7 @@ def _run_float(source: Model, samples: SampleSets, job: BuildJob, folder: Path) 
         elif known.outputs:
             each = enumerate(known.outputs.values())
             arrays = {f"{number} {name}": value for number, gave in each for name, value in gave.items()}
-            cache.save(OUTPUTS, dict(enumerate(known.outputs)), lambda: arrays, now=True)
+            cache.save(OUTPUTS, dict(enumerate(known.outputs)), arrays, now=True)
     return golden
 
 

@@ -22,9 +22,8 @@ PARTS = 8
 
 # The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
 _T_99 = 3.4995
-
-# Up to this count bins fit into uint16, half the memory. A part of a calibration's samples has fewer values.
-_MOST_NARROW = int(np.iinfo(np.uint16).max)
+COUNTS_SHAPE = (PARTS, 2 * HALF_BINS + 1)
+"""The shape of the counts of a histogram: those of its bins and, last, of zeros."""
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,21 +65,24 @@ class HistogramCollector:
     not matter. The width ends between 1/2048 and 1/1024 of the largest magnitude.
     """
 
-    def __init__(self) -> None:
-        self._exponent = -126
-        self._counts = np.zeros((PARTS, 2 * HALF_BINS), np.uint16)
-        self._zeros = np.zeros(PARTS, np.int32)
+    def __init__(self, counts: Array | None = None) -> None:
+        """Counts into an array of zeros, int32 [COUNTS_SHAPE], which may lie in a file."""
+        self._counts = np.zeros(COUNTS_SHAPE, np.int32) if counts is None else counts
+        self._bins, self._zeros = self._counts[:, :-1], self._counts[:, -1]
+        # The exponent of the width of a bin minus that of the smallest normal float32.
+        self._doublings = np.zeros((), np.uint8)
+
+    @property
+    def _exponent(self) -> int:
+        return int(self._doublings) - 126
 
     def add(self, values: Array) -> None:
         """Counts finite floats [samples, values]; samples are dealt to the parts in turn, across calls."""
         if not values.size:
             return
         magnitude = max(float(values.max()), -float(values.min()))
-        ordinal = int(self._counts.sum() + self._zeros.sum()) // values.shape[1]
+        ordinal = int(self._counts.sum()) // values.shape[1]
         parts = (ordinal + np.arange(len(values))) % PARTS
-        # In the worst case all values of a part fall into one bin.
-        if -(-(ordinal + len(values)) // PARTS) * values.shape[1] > _MOST_NARROW:
-            self._counts = self._counts.astype(np.int32)
         zeros = values.shape[1] - np.count_nonzero(values, axis=1)
         np.add.at(self._zeros, parts, zeros.astype(np.int32))
         if not magnitude:
@@ -90,44 +92,31 @@ class HistogramCollector:
         scaled = values.astype(np.float64 if self._exponent > 0 else values.dtype) * 2.0**-self._exponent
         bins = np.floor(scaled, out=scaled).astype(np.intp)
         bins += (parts * 2 * HALF_BINS + HALF_BINS)[:, None]
-        found = np.bincount(bins.reshape(-1), minlength=self._counts.size).reshape(PARTS, -1)
-        self._counts += found.astype(self._counts.dtype)
-        np.subtract.at(self._counts[:, HALF_BINS], parts, zeros.astype(self._counts.dtype))
+        self._bins += np.bincount(bins.reshape(-1), minlength=self._bins.size).reshape(PARTS, -1).astype(np.int32)
+        np.subtract.at(self._bins[:, HALF_BINS], parts, zeros.astype(np.int32))
 
-    def state(self) -> Array:
-        """Returns all counts as int32 [1 + PARTS (1 + bins)]: the exponent of the bin width, zeros, bins."""
-        return np.concatenate([[np.int32(self._exponent)], self._zeros, self._counts.reshape(-1)])
-
-    def restore(self, state: Array) -> bool:
-        """Continues from an array that `state` returned; returns False, and changes nothing, if it is not one."""
-        fits = state.shape == (1 + PARTS * (1 + 2 * HALF_BINS),) and state.dtype == np.int32
-        if not fits or state[1:].min() < 0 or not -126 <= state[0] <= 128:
-            return False
-        self._exponent, self._zeros = int(state[0]), state[1 : 1 + PARTS].copy()
-        counts = state[1 + PARTS :].reshape(PARTS, -1)
-        fits_narrow = (counts.sum(axis=1) + self._zeros).max() <= _MOST_NARROW
-        self._counts = counts.astype(np.uint16 if fits_narrow else np.int32)
-        return True
+    def arrays(self) -> dict[str, Array]:
+        """Returns the arrays of the sums, not copies: who writes into them continues from others."""
+        return {"counts": self._counts, "doublings": self._doublings}
 
     def freeze(self) -> Histogram:
         """Returns the histogram of everything counted."""
-        used = np.flatnonzero(self._counts.any(axis=0))
+        used = np.flatnonzero(self._bins.any(axis=0))
         centers = (used - HALF_BINS + 0.5) * 2.0**self._exponent
-        parts = self._counts[:, used].astype(np.int64)
+        parts = self._bins[:, used].astype(np.int64)
         if self._zeros.any():
             at = int(np.searchsorted(centers, 0.0))
             centers, parts = np.insert(centers, at, 0.0), np.insert(parts, at, self._zeros, axis=1)
         return Histogram(centers=centers, counts=parts.sum(axis=0), parts=parts)
 
     def _widen(self, magnitude: float) -> None:
-        # 2^-126 is the smallest normal float32.
-        needed = max(-126, math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1))
-        if not self._counts.any():
-            self._exponent = max(self._exponent, needed)
+        needed = math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1)
+        is_empty = not self._bins.any()
         while self._exponent < needed:
-            merged = self._counts.reshape(PARTS, -1, 2).sum(axis=2, dtype=self._counts.dtype)
-            self._counts = np.pad(merged, ((0, 0), (HALF_BINS // 2, HALF_BINS // 2)))
-            self._exponent += 1
+            if not is_empty:
+                merged = self._bins.reshape(PARTS, -1, 2).sum(axis=2)
+                self._bins[...] = np.pad(merged, ((0, 0), (HALF_BINS // 2, HALF_BINS // 2)))
+            self._doublings += 1
 
 
 Nonlinearity = Callable[[Array], Array]

@@ -20,7 +20,6 @@ from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import gptq
-from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
 from edgekit.quantize.calibration.held_out import read_fitted
 from edgekit.quantize.calibration.moments import (
     InputMoments,
@@ -30,6 +29,7 @@ from edgekit.quantize.calibration.moments import (
     patches_per_sample,
     scale_moments,
 )
+from edgekit.quantize.calibration.store import StoredArrays, write_arrays
 from edgekit.quantize.graph.layers import LAYER_OPS, Layer, locate_patches, read_layers
 from edgekit.quantize.graph.sessions import open_graph
 

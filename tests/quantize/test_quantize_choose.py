@@ -21,8 +21,8 @@ from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
 from edgekit.quantize.calibration.moments import MOMENTS
+from edgekit.quantize.calibration.store import StoredArrays, write_arrays
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph

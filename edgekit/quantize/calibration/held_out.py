@@ -13,7 +13,7 @@ import numpy as np
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
+from edgekit.quantize.calibration.store import StoredArrays, write_arrays
 
 # Weights that were rounded with some samples fit these better than others, so some samples are held out; but if there
 # are few samples, rounding needs all. The numbers are chosen by hand with tools/bench/quantize_zoo.py.

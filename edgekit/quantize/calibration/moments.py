@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.arrays import StoredArrays, write_arrays
+from edgekit.quantize.calibration.store import StoredArrays, write_arrays
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 MOMENTS = "moments.bin"

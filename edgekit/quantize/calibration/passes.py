@@ -24,15 +24,13 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
 from edgekit.quantize.calibration.augment import HIGHS, LOWS, SCORES, AugmentedGraph, augment_graph
 from edgekit.quantize.calibration.held_out import LEAST_BYTES, HeldOut
-from edgekit.quantize.calibration.statistics import ActivationStatistics
+from edgekit.quantize.calibration.statistics import SUMMED_SAMPLES, ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
 from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 
-SUMMED_SAMPLES = 8
-"""After this many samples pending values are summed, and a checkpoint may be written."""
-_MEASURED, _EXTREMES = "measured", "extremes"
+_PART = "measured"
 # Bytes that a checkpoint may hold besides its arrays: for names and shapes, and for the digest of each sample.
 _SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
 _PROGRESS_SECONDS = 2.0  # chosen by hand
@@ -81,10 +79,9 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every value of every tensor is in its histogram."""
         return not self.task.others and all(count < self.task.picked for _, count in self.augmented.picks)
 
-    def everything(self) -> dict[str, Array]:
-        """Returns all measurements, as arrays."""
-        held = {f"held.{name}": array for name, array in self.held_out.arrays.items()}
-        return self.statistics.extremes() | self.statistics.sums() | held
+    def arrays(self) -> dict[str, Array]:
+        """Returns all measurements, with pending values added (`ActivationStatistics.arrays`)."""
+        return self.statistics.arrays() | {f"held.{name}": array for name, array in self.held_out.arrays.items()}
 
     def fitted(self) -> list[int]:
         """Returns the indices of the fully measured samples that are not held out: the candidates for fitting."""
@@ -122,10 +119,10 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
             progress(f"the calibration with {count} samples is read from the cache")
         else:
             progress(f"calibrate with {count} samples" + (f", {known} known from the cache" if known else ""))
-        _measure(run)
-        release_memory()
-        _measure_extremes(run)
-        release_memory()
+        _measure(run, task.indices, learning=True)
+        if task.indices and task.others and len(run.seen) < count:
+            _write(augment_graph(task.graph), task.work / "augmented.onnx")
+        _measure(run, task.others, learning=False)
     return msgspec.structs.replace(run, known=known)
 
 
@@ -147,18 +144,15 @@ def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCach
     run = _begin(task, whole, cache)
     if task.cache is None:
         return run
-    most_bytes = sum(array.nbytes for array in run.everything().values()) + LEAST_BYTES + _SLACK_BYTES
+    most_bytes = sum(array.nbytes for array in run.arrays().values()) + LEAST_BYTES + _SLACK_BYTES
     most_bytes += _SAMPLE_BYTES * task.samples.count
-    order, digests = (*task.indices, *task.others), dict(enumerate(task.cache.digests))
-    for part, count, needed in ((_MEASURED, len(task.indices), 0), (_EXTREMES, len(order), len(task.indices))):
-        if not count or len(run.seen) < needed:
-            continue
-        if (found := cache.load(part, digests, most_bytes)) is None:
-            continue
-        if tuple(found.seen) != order[: len(found.seen)] or len(found.seen) > count or not run.restore(found):
-            cache.note(f"what is kept as '{part}' is not used: it does not fit this model")
-            return _begin(task, whole, cache)
-    return run
+    found = cache.load(_PART, dict(enumerate(task.cache.digests)), most_bytes)
+    if found is None:
+        return run
+    if tuple(found.seen) == (*task.indices, *task.others)[: len(found.seen)] and run.restore(found):
+        return run
+    cache.note("what is kept is not used: it does not fit this model")
+    return _begin(task, whole, cache)
 
 
 def _begin(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache) -> Measurements:
@@ -173,28 +167,19 @@ def _write(augmented: AugmentedGraph, path: Path) -> AugmentedGraph:
     return msgspec.structs.replace(augmented, proto=onnx.ModelProto())
 
 
-def _measure(run: Measurements) -> None:
-    """Measures the samples with histograms and moments, except known ones."""
-    indices, cache = run.task.indices, run.cache
-    for _ in _pass(run, indices, learning=True):
-        ended = len(run.seen) == len(indices)
-        if ended or not len(run.seen) % SUMMED_SAMPLES:
-            run.statistics.sum_pending()
-            cache.save(_MEASURED, run.seen, run.everything, now=ended)
-
-
-def _measure_extremes(run: Measurements) -> None:
-    """Measures the extremes of the other samples, except known ones."""
-    task, cache = run.task, run.cache
-    if task.indices and len(run.seen) < task.samples.count:
-        _write(augment_graph(task.graph), task.work / "augmented.onnx")
+def _measure(run: Measurements, indices: Sequence[int], *, learning: bool) -> None:
+    """Measures the samples at some indices, except known ones; histograms and moments only if `learning`."""
     try:
-        for _ in _pass(run, task.others, learning=False):
-            cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=len(run.seen) == task.samples.count)
+        for _ in _pass(run, indices, learning=learning):
+            ended = len(run.seen) == run.task.samples.count
+            if ended or not len(run.seen) % SUMMED_SAMPLES:
+                run.cache.save(_PART, run.seen, run.arrays(), now=ended)
     except EdgekitError:
-        # Once the sample is repaired, the next run continues from here.
-        cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=True)
+        # Once the sample is repaired, the next run continues from here. Pending values must not be summed here.
+        if not learning:
+            run.cache.save(_PART, run.seen, run.arrays(), now=True)
         raise
+    release_memory()
 
 
 def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Statistics of activations over samples: extremes, histograms and moments, in constant memory."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,10 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.calibration.augment import HIGHS, LOWS, PATCHES, SCORES, AugmentedGraph, TensorAxis, pick_outputs
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
 from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
-from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
+from edgekit.quantize.ranges import COUNTS_SHAPE, Histogram, HistogramCollector, TensorRange
 
-# Picked values of this many samples are counted at once, so that the cost of each numpy call is small. Chosen by hand.
-_FLUSH_SAMPLES = 8
+SUMMED_SAMPLES = 8
+"""Picked values of this many samples are counted at once, so that the cost of each numpy call is small: a choice."""
 
 
 class ActivationStatistics:
@@ -26,10 +27,11 @@ class ActivationStatistics:
         self._scores = _Extremes(tuple(((each.tensor, None), 1) for each in augmented.scores), np.minimum)
         self._extremes = {LOWS: self._lows, HIGHS: self._highs, SCORES: self._scores}
         file = ArrayFile(work / "sums.data")
-        self._collectors = [HistogramCollector() for _ in augmented.picks]
+        self._counts = [file.zeros(COUNTS_SHAPE, np.int32) for _ in augmented.picks]
+        self._collectors = [HistogramCollector(counts.values) for counts in self._counts]
         self._pick_outputs = tuple(pick_outputs(len(augmented.picks)))
         self._ends = np.cumsum([0, *(count for _, count in augmented.picks)])
-        self._picked = file.zeros((_FLUSH_SAMPLES, int(self._ends[-1])), np.float32)
+        self._picked = file.zeros((SUMMED_SAMPLES, int(self._ends[-1])), np.float32)
         self._pending = 0
         self._layers = [layers for layers, _ in augmented.patches]
         sizes = block_sizes([layer for layers in self._layers for layer in layers])
@@ -49,46 +51,31 @@ class ActivationStatistics:
             self._picked.values[self._pending, self._ends[part.start] : self._ends[part.stop]] = values[output]
             self._picked.release(values[output].nbytes)
         self._pending += bool(picked)
-        if self._pending == _FLUSH_SAMPLES:
+        if self._pending == SUMMED_SAMPLES:
             self._flush()
         for (layer, *_), moments in zip(self._layers, self._moments, strict=True):
             if learn and PATCHES + layer.node in values:
                 moments.add(values[PATCHES + layer.node])
 
-    def sum_pending(self) -> None:
-        """Adds the pending values to the sums.
+    def arrays(self) -> dict[str, Array]:
+        """Returns the arrays of the extremes, the histograms and the moments, with pending values added.
 
         A sum of floats depends on where it is split: a resumed calibration must do this after the same samples as an
         uninterrupted one, so that both end with the same bits.
         """
         self._flush()
-        self._moment_arrays()
-
-    def extremes(self) -> dict[str, Array]:
-        """Returns the arrays with the extremes."""
-        ends = {name.removeprefix("edgekit."): each for name, each in self._extremes.items()}
-        return {f"{end}.{name}": array for end, own in ends.items() for name, array in own.arrays().items()}
-
-    def sums(self) -> dict[str, Array]:
-        """Returns the arrays with the histograms and the moments; pending values are summed first."""
-        self._flush()
-        states = {f"histogram.{index}": collector.state() for index, collector in enumerate(self._collectors)}
-        return states | self._moment_arrays()
+        sums: dict[str, _Extremes | HistogramCollector | MomentCollector] = {**self._extremes}
+        sums |= {f"histogram.{index}": each for index, each in enumerate(self._collectors)}
+        sums |= {f"moment.{index}": each for index, each in enumerate(self._moments)}
+        return {f"{kind}.{name}": array for kind, each in sums.items() for name, array in each.arrays().items()}
 
     def restore(self, arrays: Tensors) -> bool:
-        """Continues from the arrays of `extremes` and `sums`; returns False if one does not fit.
-
-        Then these statistics are unusable.
-        """
-        own = self.extremes() | self._moment_arrays()
+        """Continues from what `arrays` returned; returns False if one does not fit, which makes these unusable."""
+        own = self.arrays()
         for name, array in arrays.items():
-            kind, _, index = name.partition(".")
-            if kind == "histogram" and index.isdecimal() and int(index) < len(self._collectors):
-                if not self._collectors[int(index)].restore(array):
-                    return False
-                continue
             fits = name in own and (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
-            if not fits or np.isnan(array).any():
+            # Integers are counts.
+            if not fits or np.isnan(array).any() or (array.dtype.kind == "i" and array.min(initial=0) < 0):
                 return False
             own[name][...] = array
         return True
@@ -162,20 +149,14 @@ class ActivationStatistics:
             found[each] = (one, two)
         return found
 
-    def _moment_arrays(self) -> dict[str, Array]:
-        return {
-            f"moment.{index}.{name}": array
-            for index, moments in enumerate(self._moments)
-            for name, array in moments.arrays().items()
-        }
-
     def _flush(self) -> None:
         if not self._pending:
             return
-        for collector, start, stop in zip(self._collectors, self._ends, self._ends[1:], strict=False):
+        for collector, counts, (start, stop) in zip(self._collectors, self._counts, pairwise(self._ends), strict=True):
             values = np.ascontiguousarray(self._picked.values[: self._pending, start:stop])
             collector.add(values)
             self._picked.release(values.nbytes)
+            counts.release()
         self._pending = 0
 
 
