@@ -16,7 +16,7 @@ EdgekitError
 import contextlib
 import difflib
 from collections.abc import Generator, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Entry = TypeVar("_Entry")
 
@@ -102,14 +102,24 @@ def suggest_name(word: str, valid: Iterable[str]) -> str:
     return f"valid: {', '.join(names[:_MOST_NAMES])}{more}" if names else "there is nothing to choose from"
 
 
-def look_up(table: Mapping[str, _Entry], name: str, words: str, kind: type[EdgekitError] = UsageError) -> _Entry:
+def require_known(name: str, valid: Iterable[str], words: str, kind: type[EdgekitError] = UsageError) -> None:
+    """Refuses a name that the user wrote if it is not among the valid ones; the hint is the nearest of them.
+
+    Raises:
+        UsageError: it is not (or the given `kind`), which `words` say.
+    """
+    names = frozenset(valid)
+    if name not in names:
+        raise kind(words, hint=suggest_name(name, names))
+
+
+def look_up(table: Mapping[Any, _Entry], name: str, words: str, kind: type[EdgekitError] = UsageError) -> _Entry:
     """Returns the entry of a table with a name that the user wrote.
 
     Raises:
         UsageError: there is none (or the given `kind`), which `words` say.
     """
-    if name not in table:
-        raise kind(words, hint=suggest_name(name, table))
+    require_known(name, table, words, kind)
     return table[name]
 
 

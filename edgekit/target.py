@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from edgekit.errors import TargetError, UsageError, suggest_name
+from edgekit.errors import TargetError, UsageError, look_up, require_known, suggest_name
 from edgekit.phones import find_phone, read_phones
 from edgekit.serialize import read_toml
 
@@ -420,17 +420,17 @@ def _name_settings(target: Target, folder: Path, settings: Mapping[str, str]) ->
 
 
 def _check_setting(target: Target, key: str, value: str) -> str:
-    if (parameter := target.parameters.get(key)) is None:
-        raise UsageError(f"target '{target.name}' has no parameter '{key}'", hint=suggest_name(key, target.parameters))
-    if parameter.choices and value not in parameter.choices:
-        raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=suggest_name(value, parameter.choices))
+    parameter = look_up(target.parameters, key, f"target '{target.name}' has no parameter '{key}'")
+    wrong = f"'{value}' is no {key} of '{target.name}'"
+    if parameter.choices:
+        require_known(value, parameter.choices, wrong)
     if parameter.pattern and not re.fullmatch(parameter.pattern, value):
-        raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=f"{key}: {parameter.description}")
+        raise UsageError(wrong, hint=f"{key}: {parameter.description}")
     if parameter.minimum is not None or parameter.maximum is not None:
         low, high = parameter.minimum or 0, parameter.maximum
         if not re.fullmatch(r"\d{1,9}", value) or int(value) < low or (high is not None and int(value) > high):
             top = "" if high is None else f" to {high}"
-            raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=f"a whole number from {low}{top}")
+            raise UsageError(wrong, hint=f"a whole number from {low}{top}")
     return value
 
 

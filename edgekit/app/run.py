@@ -15,7 +15,7 @@ from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import check_signature, require_private_key
-from edgekit.errors import BundleError, DataError, EdgekitError, UsageError, suggest_name
+from edgekit.errors import BundleError, DataError, EdgekitError, UsageError, require_known
 from edgekit.evidence import Judgement, Verdict
 from edgekit.jobs.release import Allowed, package_verified, sign_verified
 from edgekit.package.package import FORMS
@@ -57,11 +57,9 @@ def run_app(
         # A missing key is reported before anything is built.
         require_private_key(app.path.parent / app.table.keys.sign)
     all_cells, digests = list_cells(app), Digests(app.out / DIGESTS_FILE)
+    names = {name for cell in all_cells for name in (cell.name, cell.model, cell.target)}
     for selector in only:
-        names = {name for cell in all_cells for name in (cell.name, cell.model, cell.target)}
-        if selector not in names:
-            words = f"--only '{selector}': the app has no such model or target"
-            raise UsageError(words, hint=suggest_name(selector, names))
+        require_known(selector, names, f"--only '{selector}': the app has no such model or target")
     cells = [cell for cell in all_cells if not only or {*only} & {cell.name, cell.model, cell.target}]
     if again:
         for cell in cells:

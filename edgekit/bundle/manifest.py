@@ -106,14 +106,16 @@ _Word = Annotated[str, msgspec.Meta(max_length=200)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class SessionSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of a session, and how it is run; each default is ONNX Runtime's own.
+class CallSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a session is made and called; each default is ONNX Runtime's own.
 
-    `form` is the form of the bundle to load, "" for that of the manifest. `threads` and `inter_threads` of 0 let ONNX
-    Runtime choose. `config` and `provider_options` are merged into those of the target.
+    `level` is the graph optimisation level. `threads` is the number of intra-op threads, 0 if ONNX Runtime chooses;
+    `inter_threads` that of inter-op threads, which run nodes concurrently in a session that is `parallel`
+    (`ORT_PARALLEL`). Without `arena`, each allocation goes to the system; without `memory_pattern`, no single block is
+    planned for the tensors of a run. With `io_binding`, outputs are written into the buffers of the preceding run;
+    `concurrency` runs are made at once in one session.
     """
 
-    form: _Word = ""
     level: Level = Level.ALL
     threads: _Threads = 0
     inter_threads: _Threads = 0
@@ -122,6 +124,16 @@ class SessionSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     memory_pattern: bool = True
     io_binding: bool = False
     concurrency: _AtLeastOne = 1
+
+
+class SessionSetting(CallSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a session that a bundle was tuned with.
+
+    `form` is the form of the bundle to load, "" for that of the manifest. `config` and `provider_options` are merged
+    into those of the target.
+    """
+
+    form: _Word = ""
     config: dict[str, str] = {}
     provider_options: dict[str, str] = {}
 

@@ -12,7 +12,7 @@ import msgspec
 import onnx
 
 from edgekit._proc import run_process
-from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError, suggest_name
+from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError, require_known
 from edgekit.machine import spell_install
 from edgekit.prepare.constants import DISABLED, OPTIMIZER
 from edgekit.target import Target
@@ -152,8 +152,7 @@ def _check_options(options: ContextOptions) -> None:
         if not re.fullmatch(r"[1-9][0-9]{0,2}", soc):
             raise UsageError(f"'{soc}' is no number of a SoC", hint="for example 43 (SM8550), 57 (SM8650), 69 (SM8750)")
     for arch in options.archs:
-        if arch not in HTP_SOCS:
-            raise UsageError(f"there is no HTP version '{arch}'", hint=suggest_name(arch, HTP_SOCS))
+        require_known(arch, HTP_SOCS, f"there is no HTP version '{arch}'")
 
 
 def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[str, str]:

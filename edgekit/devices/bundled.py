@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import msgspec
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
-from edgekit.bundle.manifest import MachineClass, Manifest, SessionSetting, class_of_this_machine
+from edgekit.bundle.manifest import CallSettings, MachineClass, Manifest, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, Device, Job, RunOptions
+from edgekit.devices.device import LEAST_SAMPLES, Device, Job
 from edgekit.devices.find import address_of, is_remote, kind_of
 from edgekit.machine import count_cores
 from edgekit.target import Form, Verification
@@ -119,5 +119,5 @@ def set_job(job: Job, setting: SessionSetting) -> Job:
         job,
         target=msgspec.structs.replace(job.target, session=session),
         chosen=frozenset(setting.provider_options),
-        **{name: getattr(setting, name) for name in RunOptions.__struct_fields__ if hasattr(setting, name)},
+        **{name: getattr(setting, name) for name in CallSettings.__struct_fields__},
     )

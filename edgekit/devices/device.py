@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from edgekit._ort import CPU_PROVIDER, VERSION, Level
+from edgekit._ort import CPU_PROVIDER, VERSION
+from edgekit.bundle.manifest import CallSettings
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
 from edgekit.errors import DeviceError, EdgekitError
@@ -35,30 +36,18 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[str, ...] = ()
 
 
-class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+class RunOptions(CallSettings, frozen=True, kw_only=True):
     """How samples are run; both edgekit and the program that runs the model read these fields.
 
     After `budget_s` seconds of running samples the program may stop, once it has run `least_samples` of them. It runs
-    each sample `repeat` times, and reports a time for each run; `concurrency` runs are made at once in one session.
-    With `io_binding`, outputs are written into the buffers of the preceding run. `threads` is the number of intra-op
-    threads, 0 if ONNX Runtime chooses; `inter_threads` that of inter-op threads, which run nodes concurrently in a
-    session that is `parallel` (`ORT_PARALLEL`). Without `arena`, each allocation goes to the system; without
-    `memory_pattern`, no single block is planned for the tensors of a run. `level` is the graph optimisation level of
-    the session. With `trace`, ONNX Runtime's profiler records every run. With a `queue`, the runs of a sample are
-    requests that arrive at random; only the runner in Python supports this.
+    each sample `repeat` times, and reports a time for each run. With `trace`, ONNX Runtime's profiler records every
+    run. With a `queue`, the runs of a sample are requests that arrive at random; only the runner in Python supports
+    this.
     """
 
     budget_s: float = 20.0
     least_samples: int = LEAST_SAMPLES
     repeat: int = 1
-    concurrency: int = 1
-    io_binding: bool = False
-    threads: int = 0
-    inter_threads: int = 0
-    parallel: bool = False
-    arena: bool = True
-    memory_pattern: bool = True
-    level: Level = Level.ALL
     trace: bool = False
     queue: Queue | None = None
 

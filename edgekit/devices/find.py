@@ -30,7 +30,7 @@ from edgekit.devices.local.provider import PROVIDERS, LocalProvider, is_accelera
 from edgekit.devices.process.files import cache_folder
 from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
-from edgekit.errors import DeviceError, UsageError, suggest_name
+from edgekit.errors import DeviceError, UsageError, require_known
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI, read_cpu_flags
 from edgekit.progress import Progress
@@ -199,8 +199,7 @@ def known_device(name: str) -> Device:
     if kind == "android" and (address in phones.cores or address in phones.phones):
         option = "cpu" if address in phones.cores else "phone"
         raise UsageError(f"'{address}' is a setting of 'android'", hint=f"--on android --set {option}={address}")
-    if name not in _DEVICES:
-        raise UsageError(f"there is no device '{name}'", hint=suggest_name(name, (*device_names(), "adb", "ssh")))
+    require_known(name, (*_DEVICES, "adb", "ssh"), f"there is no device '{name}'")
     return _DEVICES[name]
 
 

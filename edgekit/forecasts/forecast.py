@@ -7,7 +7,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, require_known
 from edgekit.evidence import Evidence, Verdict
 from edgekit.forecasts import model
 from edgekit.forecasts.features import Traffic, Work, list_amounts
@@ -147,8 +147,7 @@ def read_precisions(text: str) -> tuple[Bits, ...]:
     names: dict[str, Bits] = {**{word: word for word in BITS}, "fp16": "float", "int8": "w8a8", "int16": "w8a16"}
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
-        if word not in names:
-            raise UsageError(f"no times were measured in the precision '{word}'", hint=suggest_name(word, names))
+        require_known(word, names, f"no times were measured in the precision '{word}'")
     if not words:
         raise UsageError("no precision is named", hint=f"valid: {', '.join(BITS)}")
     return tuple(dict.fromkeys(names[word] for word in words))

@@ -16,7 +16,7 @@ from edgekit.bundle.group.group import Group
 from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.multi import find_bundles
 from edgekit.bundle.sign import SIGNATURE
-from edgekit.errors import OutputError, UsageError, suggest_name
+from edgekit.errors import OutputError, UsageError, look_up
 from edgekit.package import formats, variant
 from edgekit.target import read_version
 
@@ -130,10 +130,8 @@ def package_bundles(
         MissingExtraError: a compiler that this kind of package needs is not installed.
         OutputError: `out` cannot be written, or is a folder that holds something already.
     """
-    if kind not in FORMS:
-        raise UsageError(f"there is no package of kind '{kind}'", hint=suggest_name(kind, FORMS))
+    form = look_up(FORMS, kind, f"there is no package of kind '{kind}'")
     folders, out, key = [as_path(path) for path in paths], as_path(out), None if key is None else as_path(key)
-    form = FORMS[kind]
     app_runtime = formats.require_runtime(runtime) if form.needs_runtime else None
     # Opened first, so that nothing is written if a bundle was altered.
     found = find_bundles(folders, key=key)

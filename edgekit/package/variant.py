@@ -16,12 +16,12 @@ from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.expected import EXPECTED
 from edgekit.bundle.folder import GOLDEN, MANIFEST, Bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, read_inputs, write_rows
-from edgekit.bundle.manifest import Bucket, Buckets, BundledFile, Manifest, list_open
+from edgekit.bundle.manifest import Bucket, Buckets, BundledFile, MachineClass, Manifest, list_open
 from edgekit.bundle.multi import PREFERENCE
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import select_samples
-from edgekit.errors import BundleError, UsageError, suggest_name
+from edgekit.errors import BundleError, UsageError, require_known
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec, shape_matches
 from edgekit.serialize import ready_type
@@ -40,8 +40,7 @@ def parse_extras(given: Iterable[str]) -> tuple[Extra, ...]:
     """
     words = sorted({word.strip() for text in given for word in text.split(",")})
     for word in words:
-        if word not in EXTRAS:
-            raise UsageError(f"--with '{word}': a package cannot carry that", hint=suggest_name(word, EXTRAS))
+        require_known(word, EXTRAS, f"--with '{word}': a package cannot carry that")
     return tuple(extra for extra in EXTRAS if extra in words)
 
 
@@ -78,16 +77,13 @@ class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[Filled, ...]
 
 
-class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+class Tuned(MachineClass, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Session options for one class of machines, found by `edgekit tune`: a `SessionSetting` as loaders read it.
 
-    The machine is described as in `MachineClass`. `level` is the value of `GraphOptimizationLevel`.
-    `provider_options` and `session_config` are complete: those of the bundle, changed by the setting.
+    `level` is the value of `GraphOptimizationLevel`. `provider_options` and `session_config` are complete: those of the
+    bundle, changed by the setting.
     """
 
-    system: str
-    machine: str
-    cores: int
     level: int
     threads: int
     inter_threads: int

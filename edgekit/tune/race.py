@@ -55,23 +55,30 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 1
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement of a setting, in a session of its own, after a warm-up; times in milliseconds.
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a setting, after a warm-up.
 
-    `pace_ms` is the typical time from the end of one sample to the end of the next. `sqnr_db` is the SQNR of the
-    outputs against the reference, None if they are not numeric. `fault` says why the setting is excluded: it failed, or
-    its outputs differ.
+    `sqnr_db` is the SQNR of the outputs against the reference, None if they are not numeric. `fault` says why the
+    setting is excluded: it failed, or its outputs differ.
     """
 
     median_ms: float = 0.0
     p99_ms: float = 0.0
-    pace_ms: float = 0.0
     load_ms: float = 0.0
     first_ms: float = 0.0
     peak_rss_bytes: int = 0
-    runs: int = 0
     sqnr_db: float | None = None
     fault: str | None = None
+
+
+class Measurement(Figures, frozen=True, kw_only=True):
+    """One measurement of a setting, in a session of its own.
+
+    `pace_ms` is the typical time from the end of one sample to the end of the next.
+    """
+
+    pace_ms: float = 0.0
+    runs: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from edgekit._ort import Level
-from edgekit.bundle.manifest import SessionSetting
+from edgekit.bundle.manifest import CallSettings, SessionSetting
 from edgekit.serialize import read_own_toml
 from edgekit.target import Session
 
@@ -25,6 +25,7 @@ BATCHES = (2, 4, 8)
 """The batch sizes that are tried for throughput."""
 PROVIDER_OPTIONS = "provider options"
 """The name of the group with a provider's own options."""
+_FIELDS = CallSettings.__struct_fields__
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,11 +62,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
             setting,
             config={**setting.config, **self.config},
             provider_options={**setting.provider_options, **self.provider_options},
-            **{name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None},
+            **{name: it for name in _FIELDS if (it := getattr(self, name)) is not None},
         )
-
-
-_FIELDS = ("level", "threads", "inter_threads", "parallel", "arena", "memory_pattern", "io_binding", "concurrency")
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from edgekit.tune.race import Decision, Entrant, Measurement
 from edgekit.tune.space import BATCHES, LEVELS, Change, Circumstances, Goal, Group, list_groups
 
 
-class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
+class TriedSetting(race.Figures, frozen=True, kw_only=True):
     """A setting with the medians of all its measurements, and whether it is Pareto-optimal.
 
     `pareto` is true if no other setting is at least as good in latency, memory and accuracy, and better in one of them.
@@ -42,14 +42,7 @@ class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     entrant: Entrant
     measurements: int
-    median_ms: float = 0.0
-    p99_ms: float = 0.0
     throughput_per_s: float = 0.0
-    load_ms: float = 0.0
-    first_ms: float = 0.0
-    peak_rss_bytes: int = 0
-    sqnr_db: float | None = None
-    fault: str | None = None
     pareto: bool = False
 
 
@@ -414,13 +407,11 @@ def _summarize(entrant: Entrant, measured: Sequence[Measurement]) -> TriedSettin
     tried = TriedSetting(entrant=entrant, measurements=len(measured), fault=fault)
     if not sound:
         return tried
+    times = ("median_ms", "p99_ms", "load_ms", "first_ms")
     return msgspec.structs.replace(
         tried,
-        median_ms=median(one.median_ms for one in sound),
-        p99_ms=median(one.p99_ms for one in sound),
+        **{name: median(getattr(one, name) for one in sound) for name in times},
         throughput_per_s=1e3 / max(1e-9, median(one.pace_ms for one in sound)),
-        load_ms=median(one.load_ms for one in sound),
-        first_ms=median(one.first_ms for one in sound),
         peak_rss_bytes=int(median(one.peak_rss_bytes for one in sound)),
         sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
     )

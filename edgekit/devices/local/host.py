@@ -26,7 +26,7 @@ from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
 from edgekit.devices.process.run import check_options, describe_job, python_program, run_program, run_python
-from edgekit.errors import MissingExtraError, TargetError, look_up, suggest_name
+from edgekit.errors import MissingExtraError, TargetError, look_up, require_known
 from edgekit.evidence import Evidence
 from edgekit.model.external import skim_model
 
@@ -162,8 +162,7 @@ def coreml_options(options: Mapping[str, str], units: str = "") -> dict[str, str
     own = {"MLComputeUnits": look_up(UNITS, units, f"Core ML has no compute units '{units}'")} if units else {}
     check_options(COREML, options, _COREML_OPTIONS)
     for key, value in options.items():
-        if value not in _COREML_OPTIONS[key]:
-            raise TargetError(f"'{value}' is no {key} of {COREML}", hint=suggest_name(value, _COREML_OPTIONS[key]))
+        require_known(value, _COREML_OPTIONS[key], f"'{value}' is no {key} of {COREML}", TargetError)
     return {**options, **own}
 
 

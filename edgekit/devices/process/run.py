@@ -29,7 +29,7 @@ from edgekit.devices.device import (
     refuse_run,
 )
 from edgekit.devices.process import exchange
-from edgekit.errors import DeviceError, ModelError, TargetError, suggest_name
+from edgekit.errors import DeviceError, ModelError, TargetError, require_known
 from edgekit.model.external import skim_model
 
 STANDALONE = Path(__file__).parents[1] / "standalone"
@@ -77,8 +77,7 @@ def check_options(provider: str, options: Mapping[str, str], known: Collection[s
         TargetError: there is no such option.
     """
     for key in options:
-        if key not in known:
-            raise TargetError(f"'{key}' is no option of {provider}", hint=suggest_name(key, known))
+        require_known(key, known, f"'{key}' is no option of {provider}", TargetError)
 
 
 def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -> exchange.RunnerJob:
