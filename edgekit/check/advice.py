@@ -109,16 +109,20 @@ def give_advice(case: Case) -> tuple[Advice, ...]:
     """Returns what to change, the largest gain first; nothing if the provider takes every node."""
     if all(node.taken for node in case.nodes):
         return ()
-    found, mended = list[Advice](), set[str]()
+    found, mended, replaced = list[Advice](), set[str](), set[str]()
     for adviser in ADVISERS:
         for finding in adviser.find(case):
+            # Of several rewrites of the same nodes, the first that gains is the one that a build applies.
+            if adviser.id in REWRITES and replaced.issuperset(finding.nodes):
+                continue
             if (advice := _judge(case, adviser, finding)) is None:
                 continue
             found.append(advice)
             # Advice about the operator of a node that a rewrite replaces, or that nothing reads then, would be useless.
             if advice.id in REWRITES and finding.changed is not None:
-                left = {node.name for node in finding.changed.nodes}
+                left = {node.name: node.op_type for node in finding.changed.nodes}
                 mended.update(finding.nodes, (node.name for node in case.graph.nodes if node.name not in left))
+                replaced.update(node.name for node in case.graph.nodes if left.get(node.name) != node.op_type)
             elif advice.id == "freeze-input":
                 mended.update(finding.nodes)
     found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]

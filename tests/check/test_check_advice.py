@@ -58,6 +58,13 @@ def test_what_a_rewrite_mends_needs_no_other_operator(tmp_path: Path) -> None:
     assert advice["no-builder"].subject == "Acos"
 
 
+def test_of_several_rewrites_of_the_same_nodes_the_first_that_gains_is_named(tmp_path: Path) -> None:
+    both = "(float[2,9] x) => (float[2,9] y) { a = com.microsoft.FastGelu(x) y = Relu(a) }"
+    assert _advice(tmp_path, both, "qnn").keys() == {"exact-gelu"}
+    # NNAPI has no Gelu of either form, and no Erf: the first of the two rewrites gains nothing there.
+    assert _advice(tmp_path, both, "nnapi").keys() == {"split-tanh-gelu"}
+
+
 _CHOICE = """(float[4] x, int64 rate, bool loud) => (float[4] y) <int64 low = {{8000}}, float level = {{2}}> {{
     a = Relu(x) b = ReduceMean<keepdims=0>(x) d = Equal(rate, low) c = {choice}
     y = If(c)<then_branch = t () => (float[4] u) {{ u = Relu(a) }}, else_branch = e () => (float[4] v) {{ v = Neg(a) }}>

@@ -60,6 +60,9 @@ WITH = {
     "zero-pad": """g (float[2,3] x) => (float[4,3] y, float[2,5] z)
         <int64[4] p = {1,0,1,0}, int64[2] q = {1,1}, int64[1] a = {1}, float s = {0.1}, int8 o = {-128}>
         { i = QuantizeLinear(x, s, o) d = DequantizeLinear(i, s, o) y = Pad(d, p) z = Pad(d, q, , a) }""",
+    "plain-count": """g (float[1,2,5,4] x) => (float[1,2,2,2] y, float[1,2,3,3] z)
+        { y = AveragePool<kernel_shape=[2,2], strides=[2,2], pads=[0,0,0,0], count_include_pad=1>(x)
+        z = AveragePool<kernel_shape=[3,2], auto_pad="VALID", count_include_pad=1>(x) }""",
     "even-split": """g (float[2,4] x) => (float[2,2] y, float[2,2] z) <int64[2] s = {2,2}>
         { y, z = Split<axis=-1>(x, s) }""",
     "write-pads": """g (float[1,2,3,3] x) => (float[1,1,4,4] y, float[1,1,6,6] z)
@@ -99,6 +102,11 @@ WITH = {
         z = Resize<mode="linear", coordinate_transformation_mode="align_corners">(x, , , s)
         u = Resize<mode="linear", coordinate_transformation_mode="asymmetric">(x, , g) }""",
     "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Mish(x) }",
+    "scaled-elu": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u, float[2,9] v)
+        { y = Celu(x) z = Celu<alpha=0.3>(x) u = Selu(x) v = Selu<alpha=0.5, gamma=1.0>(x) }""",
+    "split-elu": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u, float[2,9] v) <float k = {200}>
+        { y = Elu<alpha=0.5>(x) a = Mul(x, k) z = Elu(a) u = Celu<alpha=0.3>(x) v = Selu(x) }""",
+    "reciprocal-to-div": "g (float[2,9] x) => (float[2,9] y) { a = Exp(x) y = Reciprocal(a) }",
     "split-swish": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u, float[2,9] v)
         { y = Swish(x) z = Swish<alpha=0.5>(x) u = com.microsoft.QuickGelu<alpha=2.0>(x)
         v = com.microsoft.QuickGelu(x) }""",
@@ -300,6 +308,9 @@ WITH = {
         => (float[2,4,5,2] y, float[2,3,1,2] z, float[1,2,3,4,3] v)
         <int64[4] s = {2,7,4,5}, int64[4] t = {2,1,3,1}, int64[5] r = {1,2,2,3,4}>
         { y = AffineGrid<align_corners=1>(x, s) z = AffineGrid(x, t) v = AffineGrid(u, r) }""",
+    "split-instance-norm": """g (float[2,3,4,5] x, float[2,2,6] u) => (float[2,3,4,5] y, float[2,2,6] v)
+        <float[3] w = {1,-2,3}, float[3] b = {4,5,6}, float[2] k = {2,3}> { y = InstanceNormalization(x, w, b)
+        v = InstanceNormalization<epsilon=0.1>(u, k, k) }""",
     "planar-instance-norm": """g (float[2,3,2,4,5] x) => (float[2,3,2,4,5] y)
         <float[3] s = {1,-2,3}, float[3] b = {3,2,1}> { y = InstanceNormalization<epsilon=0.1>(x, s, b) }""",
     "einsum-to-matmul": f"""g (float[1,5,2,3] x, float[2,3,4] q, float[2,3,5] r, float[3] v)
@@ -420,6 +431,10 @@ WITHOUT = {
         g = DequantizeLinear(f, s, o) h = Sigmoid(g) i = QuantizeLinear(h, s, o) j = DequantizeLinear(i, s, o)
         z = Mul(g, j) k = com.microsoft.QuantizeLinear(u, s, w) l = com.microsoft.DequantizeLinear(k, s, w)
         m = Sigmoid(l) v = Mul(g, e) }""",
+    "plain-count": """g (float[1,2,5,4] x) => (float[1,2,5,4] y, float[A,B,C,D] z, float[1,2,5,4] w)
+        { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1>(x)
+        z = AveragePool<kernel_shape=[2,2], strides=[2,2], ceil_mode=1, count_include_pad=1>(x)
+        w = AveragePool<kernel_shape=[2,2], auto_pad="SAME_UPPER", count_include_pad=1>(x) }""",
     "even-split": """g (float[2,4] x, int64[2] c) => (float[A,2] y, float[B,2] z, float[C,2] u, float[D,2] v,
         float[2,1] p, float[2,3] q) <int64[2] s = {1,3}>
         { y, z = Split<axis=-1, num_outputs=2>(x) u, v = Split<axis=1>(x, c) p, q = Split<axis=1>(x, s) }""",
@@ -487,6 +502,9 @@ WITHOUT = {
         { y = Resize<nearest_mode="floor">(x, , f) v = Resize<mode="linear">(u, , g)
         z = Resize<mode="linear">(x, , c) }""",
     "split-mish": "g (float[2,9] x) => (float[2,9] y) { y = Softplus(x) }",
+    "scaled-elu": "g (float[2,9] x) => (float[2,9] y, float[2,9] z) { y = Elu(x) z = Celu<alpha=-1.0>(x) }",
+    "split-elu": "g (float[2,9] x) => (float[2,9] y) { y = Elu<alpha=-1.0>(x) }",
+    "reciprocal-to-div": "g (double[2,9] x) => (double[2,9] y) { y = Reciprocal(x) }",
     "split-swish": "g (float[2,9] x) => (float[2,9] y) { y = HardSwish(x) }",
     # A range that the sum has too, one of up to four times what is needed, and a sum that is not rounded.
     "narrow-mask": """g (float[2,9] x) => (float[2,9] y, float[2,9] z, float[2,9] u)
@@ -578,6 +596,8 @@ WITHOUT = {
     # A size that is fed, and one place from corner to corner.
     "affine-grid-to-matmul": """g (float[2,2,3] x, int64[4] s) => (float[A,B,C,D] y, float[2,3,1,2] z)
         <int64[4] t = {2,1,3,1}> { y = AffineGrid(x, s) z = AffineGrid<align_corners=1>(x, t) }""",
+    "split-instance-norm": """g (float[2,3,4,5] x, float[N,3,4,5] u, float[3] r) => (float[2,3,4,5] y, float[N,3,4,5] v)
+        <float[3] w = {1,-2,3}> { y = InstanceNormalization(x, w, r) v = InstanceNormalization(u, w, w) }""",
     "planar-instance-norm": """g (float[2,3,4,5] x, float[N,3,4,5,2] u, float[0,3,4,5,2] z) => (float[2,3,4,5] y,
         float[N,3,4,5,2] v, float[0,3,4,5,2] w) <float[3] s = {1,-2,3}> { y = InstanceNormalization(x, s, s)
         v = InstanceNormalization(u, s, s) w = InstanceNormalization(z, s, s) }""",
@@ -699,6 +719,7 @@ TOLERANCE = {
     "split-hard-sigmoid": 1e-6,
     "split-lstm": 1e-6,
     "split-layer-norm": 1e-5,
+    "split-instance-norm": 1e-5,
     "split-rms-norm": 1e-5,
     "split-gelu": 1e-6,
     "split-tanh-gelu": 1e-5,
@@ -716,6 +737,8 @@ TOLERANCE = {
     "planar-resize": 1e-6,
     "exact-resize": 1e-6,
     "split-mish": 1e-6,
+    "scaled-elu": 1e-6,
+    "split-elu": 1e-6,
     "split-swish": 1e-6,
     "leaky-to-max": 1e-6,
     "sum-to-mean": 1e-6,
@@ -745,6 +768,7 @@ SITES = {
     "einsum-to-matmul": 7, "affine-grid-to-matmul": 3, "plain-softmax": 2, "split-swish": 4, "join-softmax": 2,
     "join-layer-norm": 2, "leaky-slope": 2, "leaky-to-max": 2, "complete-units": 4,
     "squeeze-to-scalar": 2, "own-constants": 2, "sum-to-mean": 4, "fewer-axes": 8, "idle-expand": 4, "split-l2-norm": 3,
+    "scaled-elu": 4, "split-elu": 4, "plain-count": 2, "split-instance-norm": 2,
 }  # fmt: skip
 """How many nodes are rewritten, if more than one."""
 OPSETS = {

@@ -1,7 +1,7 @@
 """Activation functions: Clip, PRelu, HardSwish, GELU and Softmax, fused into one node or split into simpler ones."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 
 import numpy as np
@@ -276,6 +276,45 @@ def split_mish(writer: Writer) -> None:
     """Rewrites Mish(x) to x * Tanh(Softplus(x)), as ONNX Runtime does for a provider without it. 1e-6 relative."""
     gate = writer.add("Tanh", [writer.add("Softplus", [writer.x], "softplus")], "gate")
     writer.add("Mul", [writer.x, gate])
+
+
+_SELU_ALPHA, _SELU_GAMMA = 1.6732632423543772, 1.0507009873554805
+
+
+def _write_elu(writer: Writer, curve: Callable[[str, float, str], str]) -> None:
+    """Writes Celu(x) as alpha * curve(x / alpha, 1), and Selu(x) as gamma * curve(x, alpha)."""
+    node, x = writer.node, writer.x
+    alpha = node.number("alpha", _SELU_ALPHA if node.op_type == "Selu" else 1.0)
+    scale = {"Celu": alpha, "Selu": node.number("gamma", _SELU_GAMMA)}.get(node.op_type, 1.0)
+    need(alpha > 0)
+    if node.op_type == "Celu":
+        x = x if alpha == 1 else writer.add("Mul", [x, writer.constant("inverse", 1 / alpha)], "narrow")
+        alpha = 1.0
+    made = curve(x, alpha, "" if scale == 1 else "bent")
+    if scale != 1:
+        writer.add("Mul", [made, writer.constant("scale", scale)])
+
+
+@node_rewrite("scaled-elu", {"Celu", "Selu"}, since=6, floats=True)
+def write_as_scaled_elu(writer: Writer) -> None:
+    """Rewrites Celu(x) to alpha * Elu(x / alpha), and Selu(x) to gamma * Elu(x). 1e-6 relative."""
+    _write_elu(writer, lambda x, alpha, part: writer.add("Elu", [x], part, alpha=alpha))
+
+
+@node_rewrite("split-elu", {"Celu", "Elu", "Selu"}, since=13, floats=True)
+def split_elu(writer: Writer) -> None:
+    """Rewrites Elu(x) to Max(x, 0) + Min(alpha * Exp(x) - alpha, 0), and as above Celu and Selu. 1e-6 relative.
+
+    Where Exp(x) is infinite, the second summand is 0 all the same.
+    """
+
+    def curve(x: str, alpha: float, part: str) -> str:
+        zero, factor = writer.constants({"zero": 0, "alpha": alpha})
+        low = writer.add("Mul", [writer.add("Exp", [x], "raised"), factor], "lowered")
+        low = writer.add("Min", [writer.add("Sub", [low, factor], "moved"), zero], "low")
+        return writer.add("Add", [writer.add("Max", [x, zero], "high"), low], part)
+
+    _write_elu(writer, curve)
 
 
 @node_rewrite("split-swish", {"Swish", "QuickGelu"}, floats=True)

@@ -334,6 +334,16 @@ def _round_up(windows: Windows, spatial: tuple[int, ...], kernel: tuple[int, ...
     return tuple((last + 1).tolist()), np.maximum(last * stride + reach - size - begin, 0)
 
 
+@node_rewrite("plain-count", {"AveragePool"}, since=7, floats=True)
+def leave_out_count(writer: Writer) -> None:
+    """Leaves `count_include_pad` out of an AveragePool without pads, where there are none to count."""
+    node = writer.node
+    need(node.integer("count_include_pad", 0) and not any(node.entries("pads") or ()))
+    need(not node.integer("ceil_mode", 0) and node.attributes.get("auto_pad", "NOTSET") in {"NOTSET", "VALID"})
+    kept = {name: value for name, value in node.attributes.items() if name != "count_include_pad"}
+    writer.add(node.op_type, node.input, **kept)
+
+
 # A pooling of a real network needs far fewer; a hostile shape would fill the memory.
 _MOST_WEIGHTS = 2**24
 

@@ -168,24 +168,30 @@ def _split_norm(writer: Writer) -> None:
     """Splits a float LayerNormalization into (x - mean) / sqrt(mean((x - mean)^2) + epsilon) * scale + bias.
 
     An RMSNormalization, or SimplifiedLayerNormalization, ONNX Runtime's older name of it, becomes
-    x / sqrt(mean(x * x) + epsilon) * scale. The formulas are those of ONNX. The last bits may differ (1e-5 relative).
+    x / sqrt(mean(x * x) + epsilon) * scale. An InstanceNormalization is the layer normalisation of each channel. The
+    formulas are those of ONNX. The last bits may differ (1e-5 relative).
     """
-    node, rank = writer.node, len(writer.shape())
+    node, rank, vectors = writer.node, len(writer.shape()), list(writer.node.input[1:3])
     need(not any(node.output[1:]) and writer.dtype == "float32")
     axes = list(range(node.attributes.get("axis", -1) % rank, rank))
+    if node.op_type == "InstanceNormalization":
+        axes, shape = list(range(2, rank)), [*writer.shape()[1:2], *[1] * (rank - 2)]
+        need(axes and all(tuple(known(writer.graph.constants.get(name)).dims) == (shape[0],) for name in vectors))
+        vectors = [writer.reshaped(part, name, shape) for part, name in zip(("scale", "shift"), vectors, strict=True)]
     centred = node.input[0]
-    if node.op_type == "LayerNormalization":
+    if node.op_type in {"InstanceNormalization", "LayerNormalization"}:
         centred = writer.add("Sub", [centred, reduce_axes(writer, "ReduceMean", centred, "mean", axes)], "centred")
     squares = writer.add("Mul", [centred, centred], "squares")
     variance = reduce_axes(writer, "ReduceMean", squares, "variance", axes)
     epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5))
     root = writer.add("Sqrt", [writer.add("Add", [variance, epsilon], "moved")], "root")
     normal = writer.add("Div", [centred, root], "normal")
-    scaled = writer.add("Mul", [normal, node.input[1]], "scaled" if node.has_input(2) else "")
+    scaled = writer.add("Mul", [normal, vectors[0]], "scaled" if node.has_input(2) else "")
     if node.has_input(2):
-        writer.add("Add", [scaled, node.input[2]])
+        writer.add("Add", [scaled, vectors[1]])
 
 
+split_instance_norm = node_rewrite("split-instance-norm", {"InstanceNormalization"}, since=6)(_split_norm)
 split_layer_norm = node_rewrite("split-layer-norm", {"LayerNormalization"})(_split_norm)
 split_rms_norm = node_rewrite("split-rms-norm", {"RMSNormalization", "SimplifiedLayerNormalization"})(_split_norm)
 
@@ -203,17 +209,20 @@ _SMALL = 2.0**-14
 
 @node_rewrite("split-l2-norm", {"ReduceL2"}, floats=True)
 def split_l2_norm(writer: Writer) -> None:
-    """Writes a ReduceL2 as the root of a mean of squares, of numbers that the largest of them divides.
+    """Writes a ReduceL2 as the root of a mean of squares, of numbers that their mean size divides.
 
-    In half precision the squares of numbers above 255 would be infinite, and those of numbers below 2e-4 zero.
+    In half precision the squares of numbers above 255 would be infinite, and those of numbers below 2e-4 zero. The n
+    quotients by sqrt(n) * mean(|x|) have a mean of squares between 1 / n, if all are equal, and 1, if one alone is not
+    zero. NNAPI has ReduceMean, and no ReduceMax.
     """
     x, before, after = writer.x, writer.shape(), writer.made
     listed = [axis % len(before) for axis in known(reduced_axes(writer.graph, writer.node))]
     count = math.prod(before[axis] for axis in set(listed))
     need(listed and 0 not in before and count <= MAX_HALF)
     size = writer.add("Max", [x, writer.add("Mul", [x, writer.constant("minus_one", -1)], "negative")], "size")
-    largest = reduce_axes(writer, "ReduceMax", size, "largest", listed)
-    divisor = writer.add("Max", [largest, writer.constant("small", _SMALL)], "divisor")
+    usual = reduce_axes(writer, "ReduceMean", size, "usual", listed)
+    wide = writer.add("Mul", [usual, writer.constant("root_count", math.sqrt(count))], "wide")
+    divisor = writer.add("Max", [wide, writer.constant("small", _SMALL)], "divisor")
     scaled = writer.add("Div", [x, divisor], "scaled")
     mean = reduce_axes(writer, "ReduceMean", writer.add("Mul", [scaled, scaled], "squares"), "mean", listed)
     root = writer.add("Sqrt", [writer.add("Mul", [mean, writer.constant("count", count)], "sum")], "root")

@@ -207,6 +207,12 @@ def divide_one(writer: Writer) -> None:
     writer.add("Div", [one, writer.x])
 
 
+@node_rewrite("reciprocal-to-div", {"Reciprocal"}, since=7, floats=True)
+def reciprocal_to_div(writer: Writer) -> None:
+    """Writes a Reciprocal(x) that computes in float as Div(1, x), with the same result to the bit."""
+    writer.add("Div", [writer.constant("one", 1), writer.x])
+
+
 @node_rewrite("widen-kernel", {"Conv"}, since=10)
 def widen_kernel(writer: Writer) -> None:
     """Gives a depthwise convolution of 16 bits with a kernel of one element two more, zeros, for QNN.
