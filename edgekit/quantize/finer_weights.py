@@ -30,14 +30,13 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import drop_unread, order_nodes, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.gptq import round_nearest, weight_scale
 from edgekit.quantize.graph.layers import Layer, expand_channel_factors
-from edgekit.quantize.rounding import QdqLayer, Rounder, find_places, read_bias, write_layer
+from edgekit.quantize.rounding import Placed, QdqLayer, Rounder, find_places, read_bias, write_layer
 
 NORM = "LayerNormalization"
 """The operator. Gains are positive, so asymmetric uint8 gives them twice the steps of int8."""
@@ -45,27 +44,6 @@ _MOST_8, _MOST_16, _MOST_32 = 255, 65535, 2**31 - 1
 _EVEN_NOISE = 1 / (4 * 127**2)
 # Operators between a normalization and the matrices that read it.
 _MOVING = frozenset({"Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
-
-
-class _Placed:
-    """The nodes and constants of a QDQ graph by name."""
-
-    def __init__(self, qdq: onnx.GraphProto) -> None:
-        self.stored = {tensor.name: tensor for tensor in qdq.initializer}
-        self.makers = {name: node for node in qdq.node for name in node.output}
-        self.nodes = {node.name: node for node in qdq.node}
-        self.rounders = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
-
-    def read(self, name: str) -> Array:
-        """Returns a constant."""
-        return numpy_helper.to_array(self.stored[name])
-
-    def dequantize(self, node: onnx.NodeProto, index: int) -> Array | None:
-        """Returns the rounded values of a node's constant input, None if it is not rounded."""
-        maker = self.makers.get(node.input[index])
-        if maker is None or maker.op_type != "DequantizeLinear" or maker.input[0] not in self.stored:
-            return None
-        return read_dequantized(maker, self.read).astype(np.float64)
 
 
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
@@ -81,7 +59,7 @@ def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
     }
     if not norms:
         return
-    placed = _Placed(qdq)
+    placed = Placed(qdq)
     for node in [node for node in qdq.node if node.op_type == NORM]:
         norm = norms.get(node.output[0].removesuffix("_QuantizeLinear_Input"))
         if norm is not None:
@@ -89,7 +67,7 @@ def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
     drop_unread(qdq, ["DequantizeLinear"])
 
 
-def _split_norm(qdq: onnx.GraphProto, placed: _Placed, graph: Graph, node: onnx.NodeProto, norm: Node) -> None:
+def _split_norm(qdq: onnx.GraphProto, placed: Placed, graph: Graph, node: onnx.NodeProto, norm: Node) -> None:
     """Turns a normalization into one without gain and a product, if its rounded gain loses more than the weights do.
 
     The tensor between the two gets its 16-bit scale without calibration, since the bias of the normalization (`shift`)
@@ -138,7 +116,7 @@ def _split_norm(qdq: onnx.GraphProto, placed: _Placed, graph: Graph, node: onnx.
     qdq.node.append(helper.make_node("Mul", [rounded_even, f"{prefix}.gain"], [made], name=name))
 
 
-def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> Iterator[tuple[Array, Array]]:
+def _read_matrices(placed: Placed, graph: Graph, name: str, channels: int) -> Iterator[tuple[Array, Array]]:
     """Yields the matrices [channels, outputs] that read a tensor, each exact and rounded."""
     for reader in graph.readers(name):
         if reader.op_type in _MOVING and reader.input[0] == name:
@@ -195,11 +173,10 @@ def split_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
 
 def _split_layer(qdq: onnx.GraphProto, graph: Graph, place: QdqLayer, moments: InputMoments) -> None:
     """Replaces a layer by those of W1 and W2 and their sum, which takes over its name and output."""
-    layer = place.layer
-    constants, nodes = {tensor.name: tensor for tensor in qdq.initializer}, {each.name: each for each in qdq.node}
-    node, makers = nodes[layer.node], {each.output[0]: each for each in qdq.node}
-    rounder = next(each for each in qdq.node if each.op_type == "QuantizeLinear" and each.input[0] == node.output[0])
-    step, zero = (float(numpy_helper.to_array(constants[name])) for name in rounder.input[1:])
+    layer, placed = place.layer, Placed(qdq)
+    node = placed.nodes[layer.node]
+    rounder = placed.rounders[node.output[0]]
+    step, zero = (float(placed.read(name)) for name in rounder.input[1:])
     matrix, (bias, floor) = layer.to_matrix(graph.weight(layer.weight)), read_bias(graph, place)
     scale = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
     low, high = bound_outputs(layer, matrix - round_nearest(matrix, scale, place.limit).values, moments)
@@ -215,9 +192,9 @@ def _split_layer(qdq: onnx.GraphProto, graph: Graph, place: QdqLayer, moments: I
     second = round_nearest(rest, finer, place.limit)
     shape, prefix, made, name = graph.weight(layer.weight).shape, f"{node.output[0]}.edgekit", node.output[0], node.name
     integers = layer.from_matrix(first.integers, shape)
-    write_layer(constants, place, integers=integers, scale=first.scale.reshape(-1), bias=bias)
+    write_layer(placed.stored, place, integers=integers, scale=first.scale.reshape(-1), bias=bias)
     dequantizer, other = onnx.NodeProto(), onnx.NodeProto()
-    dequantizer.CopyFrom(makers[node.input[1]])
+    dequantizer.CopyFrom(placed.makers[node.input[1]])
     other.CopyFrom(node)
     dequantizer.name = dequantizer.output[0] = f"{prefix}.weight"
     scales = finer.reshape(-1) if place.per_channel else finer.reshape(-1)[0]

@@ -36,7 +36,7 @@ from edgekit.quantize.graph.float_graph import float_activations, read_float_gra
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.ranges import TensorRange
-from edgekit.quantize.rounding import Rounder, load_rounded, round_qdq_weights, store_rounded
+from edgekit.quantize.rounding import Rounder, recall_rounded, round_qdq_weights
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 from edgekit.target import Precision, Target
 
@@ -83,17 +83,20 @@ def store_blocks(qdq: onnx.ModelProto, how: Rounder, block: int) -> None:
 def _round_by_moments(
     how: Rounder, layer: Layer, weight: Array, form: BlockForm, stored: StoredMoments
 ) -> Blocks | None:
-    """Returns the blocks of a weight, rounded with its layer's moments and stored; None if it has no moments."""
+    """Returns the blocks of a weight, rounded with its layer's moments, stored once; None if it has no moments."""
     key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{how.factors.get(layer.node)}".encode())
     key.update(np.ascontiguousarray(weight).tobytes())
-    if known := load_rounded(how.statistics, key.hexdigest()):
-        return known["values"], known["scales"]
-    moments = how.read_moments(stored, layer)
-    if moments is None:
-        return None
-    values, scales = round_blocks(weight, moments, form)
-    store_rounded(how.statistics, key.hexdigest(), {"values": values, "scales": scales})
-    return values, scales
+
+    def compute() -> dict[str, Array] | None:
+        moments = how.read_moments(stored, layer)
+        return (
+            None
+            if moments is None
+            else dict(zip(("values", "scales"), round_blocks(weight, moments, form), strict=True))
+        )
+
+    found = recall_rounded(how.statistics, key.hexdigest(), compute)
+    return None if found is None else (found["values"], found["scales"])
 
 
 def plan_graph(model: models.Model, plan: QuantPlan, calibration: Calibration) -> Graph:

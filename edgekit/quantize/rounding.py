@@ -4,8 +4,9 @@ With the rounding qronos, layers are rounded one after another, each for the inp
 rounded before. Results are stored beside the statistics that they depend on.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from onnx import numpy_helper
 
 from edgekit._files import writing
 from edgekit.errors import UsageError
+from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order, single_blas_thread
 from edgekit.model.tensors import Array, Tensors
@@ -34,31 +36,50 @@ from edgekit.quantize.graph.layers import LAYER_OPS, Layer, locate_patches, read
 from edgekit.quantize.graph.sessions import open_graph
 
 
-def load_rounded(statistics: Path, key: str) -> dict[str, Array] | None:
-    """Returns the arrays that were stored under a key; None if there are none, or if their file is damaged."""
-    try:
-        return {**StoredArrays(_locate(statistics, key))}
-    except UsageError:
-        # The caller rounds again, and replaces the file.
-        return None
+def recall_rounded(
+    statistics: Path, key: str, compute: Callable[[], dict[str, Array] | None]
+) -> dict[str, Array] | None:
+    """Returns the arrays that are stored under a key, or computes and stores them if there are none.
 
-
-def store_rounded(statistics: Path, key: str, arrays: Mapping[str, Array]) -> None:
-    """Stores arrays under a key: a digest of everything they depend on except the statistics.
+    A damaged file counts as none. The key is a digest of everything that the arrays depend on except the statistics.
 
     Raises:
         OutputError: the folder of statistics cannot be written.
     """
-    path = _locate(statistics, key)
-    with writing(path):
-        path.parent.mkdir(exist_ok=True)
-    # Not through a temporary file, which takes longer: `load_rounded` finds a file that was cut off.
-    with writing(path), path.open("wb") as file:
-        write_arrays(file, arrays.items())
+    path = statistics / "rounded" / f"{key}.bin"
+    with contextlib.suppress(UsageError):
+        return {**StoredArrays(path)}
+    if (arrays := compute()) is not None:
+        # Not through a temporary file, which takes longer: one that was cut off is found when it is read.
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb") as file:
+                write_arrays(file, arrays.items())
+    return arrays
 
 
-def _locate(statistics: Path, key: str) -> Path:
-    return statistics / "rounded" / f"{key}.bin"
+class Placed:
+    """The nodes and constants of a QDQ graph by name; `rounders` are its QuantizeLinear nodes by what they round."""
+
+    def __init__(self, qdq: onnx.GraphProto) -> None:
+        self.stored = {tensor.name: tensor for tensor in qdq.initializer}
+        self.makers = {name: node for node in qdq.node for name in node.output}
+        self.nodes = {node.name: node for node in qdq.node}
+        self.rounders = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
+
+    def read(self, name: str) -> Array:
+        """Returns a constant."""
+        return numpy_helper.to_array(self.stored[name])
+
+    def find_dequantizer(self, name: str) -> onnx.NodeProto | None:
+        """Returns the DequantizeLinear that makes a tensor, None if there is none."""
+        maker = self.makers.get(name)
+        return maker if maker is not None and maker.op_type == "DequantizeLinear" else None
+
+    def dequantize(self, node: onnx.NodeProto, index: int) -> Array | None:
+        """Returns the rounded values of a node's constant input, float32, None if it is not rounded."""
+        maker = self.find_dequantizer(node.input[index])
+        return read_dequantized(maker, self.read) if maker is not None and maker.input[0] in self.stored else None
 
 
 # The scale of an int32 bias is that of the input times that of the weight, which must be large enough for the bias to
@@ -132,29 +153,27 @@ def find_places(qdq: onnx.GraphProto, how: Rounder) -> list[QdqLayer]:
 
     They are in the order of the float graph.
     """
-    initializers = {tensor.name: tensor for tensor in qdq.initializer}
-    layers = {layer.node: layer for layer in read_layers(how.graph)}
-    dequantized = {node.output[0]: node for node in qdq.node if node.op_type == "DequantizeLinear"}
-    quantized = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
+    placed, layers = Placed(qdq), {layer.node: layer for layer in read_layers(how.graph)}
     places: dict[str, QdqLayer] = {}
 
     def read_grid(node: onnx.NodeProto) -> tuple[float, int]:
         """Returns the step and the type of the integers that a Q or DQ node writes or reads."""
-        return float(numpy_helper.to_array(initializers[node.input[1]])), initializers[node.input[2]].data_type
+        return float(placed.read(node.input[1])), placed.stored[node.input[2]].data_type
 
     for node in (node for node in qdq.node if node.op_type in LAYER_OPS and node.name in layers):
         layer = layers[node.name]
-        source, weight, bias, *_ = (*(dequantized.get(name) for name in node.input), None)
+        source, weight, bias, *_ = (*map(placed.find_dequantizer, node.input), None)
         if source is None or weight is None or (layer.bias is None) != (bias is None):
             continue
-        stored, zero = initializers.get(weight.input[0]), initializers.get(weight.input[2])
-        if stored is None or zero is None or stored.data_type != onnx.TensorProto.INT8:
+        stored = placed.stored.get(weight.input[0])
+        if stored is None or weight.input[2] not in placed.stored or stored.data_type != onnx.TensorProto.INT8:
             continue
-        scale = numpy_helper.to_array(initializers[weight.input[1]])
-        if numpy_helper.to_array(zero).any() or scale.dtype != np.float32:
+        scale = placed.read(weight.input[1])
+        if placed.read(weight.input[2]).any() or scale.dtype != np.float32:
             continue
         step, kind = read_grid(source)
-        made_step, made_kind = read_grid(quantized[node.output[0]]) if node.output[0] in quantized else (0.0, 0)
+        rounder = placed.rounders.get(node.output[0])
+        made_step, made_kind = (0.0, 0) if rounder is None else read_grid(rounder)
         places[node.name] = QdqLayer(
             layer=layer,
             source=node.input[0],
@@ -210,30 +229,31 @@ def round_in_order(qdq: onnx.ModelProto, how: Rounder, places: Sequence[QdqLayer
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
     digest = hashlib.sha256(repr([(place.layer.node, place.limit) for place in places]).encode())
     digest.update(qdq.SerializeToString(deterministic=True))
-    key = digest.hexdigest()
-    if known := load_rounded(statistics, key):
-        for index, place in enumerate(places):
-            own = {name: known[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
+
+    def compute() -> dict[str, Array]:
+        samples = list(read_fitted(statistics))
+        layers = [place.layer for place in places]
+        sizes = block_sizes(layers)
+        true = _gather(graph.model, {layer.source: layer.source for layer in layers}, graph, layers, samples)
+        kept: dict[str, Array] = {}
+        seen: dict[str, Array] = {}
+        for index, (layer, place) in enumerate(zip(layers, places, strict=True)):
+            # Layers that read the same tensor get the same inputs: the model runs once for all of them.
+            if layer.node not in seen:
+                siblings = [other.layer for other in places if other.source == place.source]
+                seen = _gather(qdq, {layer.source: place.source}, graph, siblings, samples)
+            # Without samples, or where its size is unknown, a layer is rounded for an input of zeros.
+            zeros = np.zeros((1, layer.groups, layer.inputs))
+            inputs, rounded = (each.get(layer.node, zeros) for each in (true, seen))
+            own = _round_for_inputs(graph, place, inputs, rounded, sizes[layer.node])
+            # Later layers are rounded for the inputs that this one gives them.
             write_layer(initializers, place, **own)
-        return
-    samples = list(read_fitted(statistics))
-    layers = [place.layer for place in places]
-    sizes = block_sizes(layers)
-    true = _gather(graph.model, {layer.source: layer.source for layer in layers}, graph, layers, samples)
-    kept: dict[str, Array] = {}
-    seen: dict[str, Array] = {}
-    for index, (layer, place) in enumerate(zip(layers, places, strict=True)):
-        # Layers that read the same tensor get the same inputs: the model runs once for all of them.
-        if layer.node not in seen:
-            siblings = [other.layer for other in places if other.source == place.source]
-            seen = _gather(qdq, {layer.source: place.source}, graph, siblings, samples)
-        # Without samples, or where its size is unknown, a layer is rounded for an input of zeros.
-        zeros = np.zeros((1, layer.groups, layer.inputs))
-        inputs, rounded = (each.get(layer.node, zeros) for each in (true, seen))
-        own = _round_for_inputs(graph, place, inputs, rounded, sizes[layer.node])
-        write_layer(initializers, place, **own)
-        kept |= {f"{index}.{name}": value for name, value in own.items()}
-    store_rounded(statistics, key, kept)
+            kept |= {f"{index}.{name}": value for name, value in own.items()}
+        return kept
+
+    known = recall_rounded(statistics, digest.hexdigest(), compute) or {}
+    for index, place in enumerate(places):
+        write_layer(initializers, place, **{name: known[f"{index}.{name}"] for name in ("integers", "scale", "bias")})
 
 
 def _gather(
@@ -378,36 +398,35 @@ def round_qdq_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
 
 
 def _correct_layer(how: Rounder, place: QdqLayer, stored: StoredMoments) -> dict[str, Array] | None:
-    """Returns integers, scale [channels] and corrected bias of a layer, and stores them; None without moments."""
+    """Returns integers, scale [channels] and corrected bias of a layer, stored once; None without moments."""
     layer, rounding, (weight, bias, matrix, floor) = place.layer, how.rounding, _read_layer(how.graph, place)
     step = place.step.hex() if rounding == "refit" else ""
     key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{place.limit}:{step};".encode())
     for part in (floor, np.ascontiguousarray(weight), bias):
         key.update(part.tobytes())
-    if known := load_rounded(how.statistics, key.hexdigest()):
-        return known
-    moments = how.read_moments(stored, layer)
-    if moments is None:
-        return None
-    if rounding == "bias":
-        rounded = gptq.round_nearest(matrix, _find_scale(matrix, place, floor, moments.energy()), place.limit)
-    else:
-        rounded = _round_with_moments(matrix, moments, place, floor, rounding)
-    errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
-    # The mean error E[W x] - E[Wq x] of each output channel, in parts: in double precision each step over a whole large
-    # layer would take twice its memory.
-    mean = moments.mean[:, :, None].astype(np.float64)
-    for start in range(0, matrix.shape[1], rows):
-        span = slice(start, start + rows)
-        values = gptq.Rounded(integers=rounded.integers[:, span], scale=rounded.scale[:, span]).values
-        errors[:, span] = ((matrix[:, span].astype(np.float64) - values) @ mean)[:, :, 0]
-    corrected = {
-        "integers": layer.from_matrix(rounded.integers, weight.shape),
-        "scale": rounded.scale.reshape(-1),
-        "bias": bias + errors.reshape(-1),
-    }
-    store_rounded(how.statistics, key.hexdigest(), corrected)
-    return corrected
+
+    def compute() -> dict[str, Array] | None:
+        if (moments := how.read_moments(stored, layer)) is None:
+            return None
+        if rounding == "bias":
+            rounded = gptq.round_nearest(matrix, _find_scale(matrix, place, floor, moments.energy()), place.limit)
+        else:
+            rounded = _round_with_moments(matrix, moments, place, floor, rounding)
+        errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
+        # The mean error E[W x] - E[Wq x] of each output channel, in parts: in double precision each step over a whole
+        # large layer would take twice its memory.
+        mean = moments.mean[:, :, None].astype(np.float64)
+        for start in range(0, matrix.shape[1], rows):
+            span = slice(start, start + rows)
+            values = gptq.Rounded(integers=rounded.integers[:, span], scale=rounded.scale[:, span]).values
+            errors[:, span] = ((matrix[:, span].astype(np.float64) - values) @ mean)[:, :, 0]
+        return {
+            "integers": layer.from_matrix(rounded.integers, weight.shape),
+            "scale": rounded.scale.reshape(-1),
+            "bias": bias + errors.reshape(-1),
+        }
+
+    return recall_rounded(how.statistics, key.hexdigest(), compute)
 
 
 def _round_with_moments(

@@ -1,6 +1,6 @@
 """Large weights, and what rounding found, lie in files while a model is quantized, and what comes out is the same."""
 
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from edgekit.quantize.graph.float_graph import read_float_graph, store_float_gra
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.score import strip_weights
 from edgekit.quantize.qdq import place_plan
-from edgekit.quantize.rounding import load_rounded, store_rounded
+from edgekit.quantize.rounding import recall_rounded
 
 # A table that is looked up, two layers with a bias, and a weight transposed in a Gemm whose bias is computed.
 NET = """g (float[4,256] u) => (float[4,256] y) <int64[4] ids = {3, 1, 4, 1}>
@@ -165,19 +165,17 @@ def test_weights_are_rounded_part_by_part_as_at_once(axis: int | None, monkeypat
     assert door._round_weight(np.float32(2) * np.ones(()), np.asarray(np.float32(0.5)), np.asarray(np.int8(0)), 0) == 4
 
 
-def test_what_was_kept_is_found_under_its_key_alone(tmp_path: Path) -> None:
-    assert load_rounded(tmp_path, "a") is None
-    store_rounded(tmp_path, "a", {"integers": np.arange(3), "scale": np.array([0.5], np.float32)})
-    found = present(load_rounded(tmp_path, "a"))
-    assert {name: value.tolist() for name, value in found.items()} == {"integers": [0, 1, 2], "scale": [0.5]}
-    assert load_rounded(tmp_path, "b") is None
+def test_what_was_rounded_is_found_under_its_key_alone_unless_it_is_damaged(tmp_path: Path) -> None:
+    counts = count()
 
+    def recall(key: str) -> float:
+        found = present(recall_rounded(tmp_path, key, lambda: {"scale": np.full(100, float(next(counts)))}))
+        assert found["scale"].shape == (100,)
+        return float(found["scale"][0])
 
-def test_a_damaged_file_is_as_if_there_were_none(tmp_path: Path) -> None:
-    store_rounded(tmp_path, "a", {"scale": np.zeros(100)})
-    path = next(tmp_path.rglob("*.bin"))
+    assert [recall(key) for key in "aaba"] == [0, 0, 1, 0]
+    path = tmp_path / "rounded" / "a.bin"
     path.write_bytes(path.read_bytes()[:150])
-    assert load_rounded(tmp_path, "a") is None
-    store_rounded(tmp_path, "a", {"scale": np.ones(1)})
-    found = present(load_rounded(tmp_path, "a"))
-    assert found["scale"].tolist() == [1.0]
+    assert [recall(key) for key in "aba"] == [2, 1, 2]
+    assert recall_rounded(tmp_path, "c", lambda: None) is None
+    assert not (tmp_path / "rounded" / "c.bin").exists()

@@ -5,7 +5,7 @@ quantizes each activation, or each layer's weights.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,6 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit._ort import CpuSession
-from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
 from edgekit.model.model import copy_without_weights, find_reads, order_nodes, refill
@@ -27,6 +26,7 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.float_graph import range_source
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.objective import measure_loss
+from edgekit.quantize.rounding import Placed
 
 SWITCHES = "edgekit.switches"
 """The graph input that says which activations (or weights) are quantized."""
@@ -68,19 +68,17 @@ def grids_to_inputs(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, 
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     sites = [node for node in qdq.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
     read = (name for node in sites if node.input[0] not in stored for name in node.input[1:])
-    names = tuple(dict.fromkeys(name for name in read if name in stored and name in known))
-    _feed(qdq, [stored[name] for name in names])
+    names = dict.fromkeys(name for name in read if name in stored and name in known)
+    qdq.graph.input.extend(_describe(stored[name]) for name in names)
     # Deleted one by one: building a new list would copy every weight.
-    freed = set(names)
     for index in reversed(range(len(qdq.graph.initializer))):
-        if qdq.graph.initializer[index].name in freed:
+        if qdq.graph.initializer[index].name in names:
             del qdq.graph.initializer[index]
-    return names
+    return tuple(names)
 
 
-def _feed(proto: onnx.ModelProto, tensors: Iterable[onnx.TensorProto]) -> None:
-    """Adds graph inputs for tensors that were constants."""
-    proto.graph.input.extend(helper.make_tensor_value_info(each.name, each.data_type, each.dims) for each in tensors)
+def _describe(tensor: onnx.TensorProto) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
 
 
 def switch_activations(
@@ -98,27 +96,24 @@ def switch_activations(
     all that `qdq` quantizes. With `sources`, those that only hold values of another one get none: rounding a value
     twice to the same grid changes nothing.
     """
-    proto = _copy(graph.model)
-    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    sites = {
-        node.input[0].removesuffix("_QuantizeLinear_Input"): node
-        for node in qdq.graph.node
-        if node.op_type == "QuantizeLinear"
-    }
+    proto, placed = _copy(graph.model), Placed(qdq.graph)
+    sites = {name.removesuffix("_QuantizeLinear_Input"): node for name, node in placed.rounders.items()}
     made = {*graph.producers, *graph.inputs}
     names = tuple(name for name in sites if name in made and (only is None or name in only))
     if sources:
         names = tuple(name for name in names if range_source(graph, name) not in sites.keys() - {name})
     switched = set(names)
     for parameter in sorted({parameter for name in names for parameter in sites[name].input[1:]}):
-        proto.graph.initializer.append(stored[parameter])
+        proto.graph.initializer.append(placed.stored[parameter])
     for node in proto.graph.node:
         for index, name in enumerate(node.input):
             node.input[index] = f"{name}.edgekit.switched" if name in switched else name
     # A graph with switches is loaded and optimized once; a graph for each activation would be as often.
     for index, name in enumerate(names):
-        proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
-        proto.graph.node.extend(_switch(name, None if as_float16 else sites[name]))
+        new, switch = f"{name}.edgekit", (SWITCHES, index, f"{name}.edgekit")
+        through = _round_activation(name, None if as_float16 else sites[name]), [f"{new}.rounded"]
+        plain = [helper.make_node("Identity", [name], [f"{new}.plain"])], [f"{new}.plain"]
+        proto.graph.node.extend(choose_branch(proto.graph, switch, [f"{new}.switched"], through, plain))
     nodes = order_nodes(proto.graph)
     refill(proto.graph.node, nodes)
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(names)]))
@@ -138,22 +133,18 @@ def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> 
         if node.name not in places:
             nodes.append(node)
             continue
-        switch, index = (f"{node.name}.edgekit.{part}" for part in ("switch", "index"))
-        proto.graph.initializer.append(numpy_helper.from_array(np.array(places[node.name]), index))
         for place, values in rounded[node.name].items():
             proto.graph.initializer.append(numpy_helper.from_array(values, f"{node.name}.edgekit.{place}.rounded"))
         # An If of two layers: ONNX Runtime prepares constant weights, which those that a Where chooses are not.
-        made = [name for name in node.output if name]
-        choice = helper.make_node("If", [switch], made)
-        for branch in ("then", "else"):
-            own = onnx.NodeProto()
-            own.CopyFrom(node)
-            refill(own.output, [name and f"{name}.edgekit.{branch}" for name in node.output])
-            for place in rounded[node.name] if branch == "then" else ():
-                own.input[place] = f"{node.name}.edgekit.{place}.rounded"
-            body = helper.make_graph([own], branch, [], [onnx.ValueInfoProto(name=name) for name in own.output if name])
-            choice.attribute.append(helper.make_attribute(f"{branch}_branch", body))
-        nodes += [helper.make_node("Gather", [SWITCHES, index], [switch]), choice]
+        copies = onnx.NodeProto(), onnx.NodeProto()
+        for number, each in enumerate(copies):
+            each.CopyFrom(node)
+            refill(each.output, [name and f"{name}.edgekit.{number}" for name in node.output])
+        for place in rounded[node.name]:
+            copies[0].input[place] = f"{node.name}.edgekit.{place}.rounded"
+        switch, made = (SWITCHES, places[node.name], f"{node.name}.edgekit"), [name for name in node.output if name]
+        then, otherwise = (([each], [name for name in each.output if name]) for each in copies)
+        nodes += choose_branch(proto.graph, switch, made, then, otherwise)
     refill(proto.graph.node, nodes)
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(rounded)]))
     return proto
@@ -161,41 +152,47 @@ def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> 
 
 def list_rounded(qdq: onnx.ModelProto, graph: Graph) -> dict[str, dict[int, Array]]:
     """Returns, for each node with quantized constants in the QDQ form, these dequantized to float32, by input index."""
-    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    made = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
-    names = {node.name for node in graph.nodes}
-    found: dict[str, dict[int, Array]] = {}
-    for node in qdq.graph.node:
-        for place, name in enumerate(node.input if node.name in names else ()):
-            source = made.get(name)
-            if place and source is not None and source.input[0] in stored:
-                values = read_dequantized(source, lambda name: numpy_helper.to_array(stored[name]))
-                found.setdefault(node.name, {})[place] = values
+    placed, found = Placed(qdq.graph), dict[str, dict[int, Array]]()
+    for node in (placed.nodes[each.name] for each in graph.nodes if each.name in placed.nodes):
+        for index in range(1, len(node.input)):
+            if (values := placed.dequantize(node, index)) is not None:
+                found.setdefault(node.name, {})[index] = values
     return found
 
 
-def _switch(name: str, site: onnx.NodeProto | None) -> list[onnx.NodeProto]:
-    """Returns an If that gives a quantized activation or the activation itself: a Where would compute both.
-
-    `site` is the QuantizeLinear whose scale and zero point are used; without it, the activation is rounded to float16.
-    """
-    fewer, rounded, plain, switch = (f"{name}.edgekit.{part}" for part in ("fewer", "rounded", "plain", "switch"))
+def _round_activation(name: str, site: onnx.NodeProto | None) -> list[onnx.NodeProto]:
+    """Returns nodes that quantize an activation with the parameters of a QuantizeLinear, or round it to float16."""
+    fewer, rounded = (f"{name}.edgekit.{part}" for part in ("fewer", "rounded"))
     if site is None:
-        through = [
+        return [
             helper.make_node("Cast", [name], [fewer], to=onnx.TensorProto.FLOAT16),
             helper.make_node("Cast", [fewer], [rounded], to=onnx.TensorProto.FLOAT),
         ]
-    else:
-        parameters = list(site.input[1:])
-        through = [
-            helper.make_node("QuantizeLinear", [name, *parameters], [fewer], domain=site.domain),
-            helper.make_node("DequantizeLinear", [fewer, *parameters], [rounded], domain=site.domain),
-        ]
-    choice = helper.make_node("If", [switch], [f"{name}.edgekit.switched"])
-    for branch, nodes in (("then", through), ("else", [helper.make_node("Identity", [name], [plain])])):
-        body = helper.make_graph(nodes, branch, [], [onnx.ValueInfoProto(name=nodes[-1].output[0])])
-        choice.attribute.append(helper.make_attribute(f"{branch}_branch", body))
-    return [helper.make_node("Gather", [SWITCHES, f"{name}.edgekit.index"], [switch]), choice]
+    parameters = list(site.input[1:])
+    return [
+        helper.make_node("QuantizeLinear", [name, *parameters], [fewer], domain=site.domain),
+        helper.make_node("DequantizeLinear", [fewer, *parameters], [rounded], domain=site.domain),
+    ]
+
+
+Branch = tuple[Sequence[onnx.NodeProto], Sequence[str]]
+"""Nodes, and the tensors that they return."""
+
+
+def choose_branch(
+    graph: onnx.GraphProto, switch: tuple[str, int, str], outputs: Sequence[str], then: Branch, otherwise: Branch
+) -> list[onnx.NodeProto]:
+    """Returns nodes that compute some outputs by one of two branches: an If, as a Where would compute both.
+
+    `switch` is a graph input, bool [N], the index in it, and a prefix for new names.
+    """
+    given, index, prefix = switch
+    graph.initializer.append(numpy_helper.from_array(np.array(index), f"{prefix}.index"))
+    choice = helper.make_node("If", [f"{prefix}.switch"], outputs)
+    for branch, (nodes, names) in (("then_branch", then), ("else_branch", otherwise)):
+        body = helper.make_graph(nodes, branch, [], [onnx.ValueInfoProto(name=name) for name in names])
+        choice.attribute.append(helper.make_attribute(branch, body))
+    return [helper.make_node("Gather", [given, f"{prefix}.index"], [f"{prefix}.switch"]), choice]
 
 
 def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -262,7 +259,7 @@ def constants_to_inputs(model: onnx.ModelProto, names: Collection[str]) -> onnx.
     """Returns a graph that takes some of its constants as inputs."""
     proto = copy_without_weights(model)
     proto.graph.initializer.extend(each for each in model.graph.initializer if each.name not in names)
-    _feed(proto, [each for each in model.graph.initializer if each.name in names])
+    proto.graph.input.extend(_describe(each) for each in model.graph.initializer if each.name in names)
     return proto
 
 

@@ -13,7 +13,7 @@ from itertools import islice, pairwise, takewhile
 import msgspec
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from edgekit.machine import map_in_order, release_memory
 from edgekit.model.model import Model, refill
@@ -26,7 +26,7 @@ from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.candidates import Draft
-from edgekit.quantize.mixed_precision.score import SWITCHES, has_held_out, switch_activations
+from edgekit.quantize.mixed_precision.score import SWITCHES, choose_branch, has_held_out, switch_activations
 from edgekit.quantize.objective import measure_loss
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq import build_qdq, plan_graph
@@ -83,18 +83,9 @@ def nest_parts(proto: onnx.ModelProto, cuts: Sequence[Cut], dims: Callable[[str]
         body += proto.graph.node[start : cut.start]
         start = cut.start
         every = [*dict.fromkeys((*every, *cut.fed))]
-        place, is_fed = f"{PARTS}.{index}", f"{PARTS}.{index}.fed"
-        proto.graph.initializer.append(numpy_helper.from_array(np.array(index), place))
         copies = [helper.make_node("Identity", [f"{name}.edgekit.fed"], [name]) for name in every]
-        outputs = [onnx.ValueInfoProto(name=name) for name in every]
-        body = [
-            helper.make_node("Gather", [PARTS, place], [is_fed]),
-            helper.make_node(
-                "If", [is_fed], every,
-                then_branch=helper.make_graph(copies, "fed", [], outputs),
-                else_branch=helper.make_graph(body, "computed", [], outputs),
-            ),
-        ]  # fmt: skip
+        switch = PARTS, index, f"{PARTS}.{index}"
+        body = choose_branch(proto.graph, switch, every, (copies, every), (body, every))
     body += proto.graph.node[start:]
     refill(proto.graph.node, body)
     for name in every:
