@@ -71,8 +71,7 @@ def build_command(
     report = build(
         model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
     )
-    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
-    return Answer(report, lambda: show_build(report), code)
+    return Answer(report, lambda: show_build(report), report.verdict, accept_unproven)
 
 
 @as_command
@@ -92,7 +91,7 @@ def demo_command(
         calibration, evaluation = (str(folder / f"{name}.npz") for name in ("calibration", "evaluation"))
         data = Data(source=calibration, evaluation=evaluation, labels=folder / "evaluation_labels.npy")
         report = build(folder / "digits_mobilenet.onnx", data, out, recipe, progress=progress)
-    return Answer(report, lambda: show_build(report), options.exit_code(report.verdict, accept_unproven=True))
+    return Answer(report, lambda: show_build(report), report.verdict, accept_unproven=True)
 
 
 def show_build(report: BuildReport) -> None:

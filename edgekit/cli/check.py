@@ -4,7 +4,6 @@ from typing import Annotated
 
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
-from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.progress import Progress
@@ -42,9 +41,8 @@ def check_command(
     chosen = options.choose_recipe(recipe, tables, {"targets": targets})
     summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     options.write_page(html, lambda: checked.render_check(summary))
-    forecast_verdict = "pass" if summary.forecast is None else summary.forecast.verdict
-    code = NO if summary.is_refused or forecast_verdict == "fail" else YES if forecast_verdict == "pass" else UNPROVEN
-    return Answer(describe_checks(summary), lambda: show_checks(summary), code)
+    verdict = "fail" if summary.is_refused else "pass" if summary.forecast is None else summary.forecast.verdict
+    return Answer(describe_checks(summary), lambda: show_checks(summary), verdict)
 
 
 def show_checks(summary: checked.CheckSummary) -> None:

@@ -239,8 +239,7 @@ def _show_levels(report: ConvertReport) -> None:
     for row in report.levels:
         level = "none" if row.level == Level.DISABLED else row.level.value
         fusions = ", ".join(_describe_fusions(row)) or "-"
-        times = format_times(row.load_ms, row.median_ms, row.ratio, row.interval)
-        table.add_row(level, str(row.nodes), fusions, format_bytes(row.size_bytes), *times)
+        table.add_row(level, str(row.nodes), fusions, format_bytes(row.size_bytes), *format_times(row))
     print_table(table)
     for row in report.levels:
         if (report.out / row.file).is_file():

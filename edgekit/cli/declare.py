@@ -22,19 +22,31 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import click
 import msgspec
 
-from edgekit.cli.main import YES
+from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import show_json, showing_progress
+from edgekit.evidence import Verdict
+
+_CODES: dict[Verdict | bool, int] = {"pass": YES, True: YES, "fail": NO, False: NO, "not proven": UNPROVEN}
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The result of a command: the value that --json prints, the function that prints it as text, the exit code."""
+    """The result of a command: the value that --json prints, the function that prints it as text, and its verdict.
+
+    The verdict gives the exit code; with `accept_unproven`, "not proven" counts as a pass.
+    """
 
     value: object
     show: Callable[[], object]
-    code: int = YES
+    verdict: Verdict | bool = True
+    accept_unproven: bool = False
 
 
-_Function = Callable[..., int | Answer]
+def exit_code(verdict: Verdict | bool, *, accept_unproven: bool) -> int:
+    """Returns the exit code of a verdict; "not proven" gives UNPROVEN, or YES if the user accepts that."""
+    return YES if accept_unproven and verdict == "not proven" else _CODES[verdict]
+
+
+_Function = Callable[..., int | Answer | None]
 
 
 class Argument:
@@ -137,15 +149,15 @@ def _make(function: _Function, name: str | None, line: str | None) -> click.Comm
     returns_answer, shows_progress = hints["return"] is Answer, "progress" in hints
     shared = {**({"as_json": Json} if returns_answer else {}), **({"volume": Volume} if shows_progress else {})}
 
-    def run(**values: Any) -> int:
+    def run(**values: Any) -> int | None:
         as_json = values.pop("as_json") if returns_answer else False
         with showing_progress(values.pop("volume")) if shows_progress else nullcontext() as progress:
             found = _call(function, values, **({"progress": progress} if shows_progress else {}))
         if not isinstance(found, Answer):
-            code: int = found
+            code: int | None = found
             return code
         show_json(found.value) if as_json else found.show()
-        return found.code
+        return exit_code(found.verdict, accept_unproven=found.accept_unproven)
 
     return click.Command(
         name,

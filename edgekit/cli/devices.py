@@ -9,7 +9,6 @@ from rich.text import Text
 
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command, subcommand
-from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_line
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.find import default_target, find_device, install_device, list_devices, serve_device
@@ -29,7 +28,7 @@ from edgekit.target import load_target, target_names
 
 @click.group(invoke_without_command=True)
 @click.pass_context
-def devices_command(ctx: click.Context) -> int:
+def devices_command(ctx: click.Context) -> None:
     """List, install or test what can run a bundle here.
 
     \b
@@ -38,7 +37,6 @@ def devices_command(ctx: click.Context) -> int:
     """
     if ctx.invoked_subcommand is None:
         show_devices(list_devices(), list_offered())
-    return YES
 
 
 @subcommand(devices_command, "list")
@@ -54,7 +52,7 @@ def install_command(
     library: Annotated[Path | None, Option("ONNX Runtime for android: an .aar.", "FILE")],
     framework: Annotated[Path | None, Option("ONNX Runtime for ios-sim: an .xcframework.", "FOLDER")],
     progress: Progress,
-) -> int:
+) -> None:
     """Install what the device NAME needs into your cache."""
     install_device(name, progress, library=library, framework=framework)
     missing = find_device(name, default_target(name)).find_missing()
@@ -63,7 +61,6 @@ def install_command(
     for device, served in serve_device(name) if missing is None else ():
         if other := device.find_missing():
             show_line(f"- not for {served.name}: {other.reason}" + (f"; {other.command}" if other.command else ""))
-    return YES
 
 
 @subcommand(devices_command, "test")
@@ -82,7 +79,7 @@ def test_command(name: Annotated[str, Argument()], progress: Progress) -> Answer
             show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
         show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
 
-    return Answer(test, show, YES if test.passed else NO)
+    return Answer(test, show, test.passed)
 
 
 @as_command
@@ -167,7 +164,7 @@ def doctor_command(
             raise UsageError(f"'{device}' is no phone behind adb", hint="give adb:SERIAL; adb devices -l lists them")
         report = examine_phone(AdbDevice(serial=serial and check_address("adb", serial)))
         is_faulty = any(finding.level == "fault" for finding in report.findings)
-        return Answer(report, lambda: _show_phone(report), NO if is_faulty else YES)
+        return Answer(report, lambda: _show_phone(report), not is_faulty)
     versions, devices, offered = list_versions(), list_devices(), list_offered()
 
     def show() -> None:

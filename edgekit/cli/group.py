@@ -61,8 +61,7 @@ def build(
     chosen = options.choose_recipe(recipe, tables, {"targets": targets, "precision": precision, "samples": samples})
     samples_data = options.read_data(data, preprocess, evaluation=evaluation, labels=labels)
     report = build_group(group, samples_data, out, chosen, verify=verify, progress=progress)
-    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
-    return Answer(report, lambda: show_lines(describe_group_build(report)), code)
+    return Answer(report, lambda: show_lines(describe_group_build(report)), report.verdict, accept_unproven)
 
 
 @subcommand(group_command, "verify", "Run a group on devices, from its inputs to its result.")
@@ -88,4 +87,4 @@ def verify(
     with opened_group(folder, key=key) as group:
         report = verify_group(group, choosing(add_required(choice, require)), required=require, progress=progress)
     lines = (*describe_group(report), f"{report.group}-{report.target}: {report.verdict}")
-    return Answer(report, lambda: show_lines(lines), options.exit_code(report.verdict, accept_unproven=accept_unproven))
+    return Answer(report, lambda: show_lines(lines), report.verdict, accept_unproven)

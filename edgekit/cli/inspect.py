@@ -5,7 +5,6 @@ from typing import Annotated
 
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command
-from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_lines
 from edgekit.convert.ort_format.operators import find_lacking, list_operators, write_operators
 from edgekit.errors import UsageError
@@ -55,7 +54,7 @@ def diff_command(
     Exit code, as that of diff: 0: they are the same. 1: they are different. 2: one cannot be read.
     """
     delta = compare_versions(old, new, target=target)
-    return Answer(delta, lambda: show_lines(tables.list_changes(delta)), YES if delta.is_same else NO)
+    return Answer(delta, lambda: show_lines(tables.list_changes(delta)), delta.is_same)
 
 
 @as_command
@@ -81,4 +80,4 @@ def operators_command(
     texts = {model: f"lacks {', '.join(names)}" if names else "has all it needs" for model, names in lacking.items()}
     lines += (f"{model}: {text}" for model, text in texts.items())
     value = {"operators": operators, "out": out, "lacking": lacking}
-    return Answer(value, lambda: show_lines(lines), NO if any(lacking.values()) else YES)
+    return Answer(value, lambda: show_lines(lines), not any(lacking.values()))

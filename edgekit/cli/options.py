@@ -12,11 +12,9 @@ from click.core import ParameterSource
 from edgekit._files import require_apart, require_place, write_file
 from edgekit.bench.subject import Opening
 from edgekit.cli.declare import Argument, From, Option, number
-from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.data.images import load_preprocess
 from edgekit.devices.find import DeviceChoice
 from edgekit.errors import UsageError, suggest_name
-from edgekit.evidence import Verdict
 from edgekit.model.model import load_model
 from edgekit.model.state import MOST_STEPS, State
 from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
@@ -199,13 +197,6 @@ def require_with(*pairs: tuple[str, str]) -> None:
         for option in dependents.split():
             if option in given and needed.split()[0] not in given:
                 raise UsageError(f"{option} needs {needed}", hint=f"add {needed}")
-
-
-def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
-    """Returns the exit code of a verdict: YES, NO, or for "not proven" UNPROVEN, or YES if the user accepts that."""
-    if verdict == "not proven":
-        return YES if accept_unproven else UNPROVEN
-    return YES if verdict == "pass" else NO
 
 
 def max_drop(help_text: str) -> Option:

@@ -9,7 +9,6 @@ import click
 from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
-from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_lines
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
@@ -90,4 +89,4 @@ def quantize_command(
         # Imported only if needed: the import takes as long as quantizing a small network.
         pages = importlib.import_module("edgekit.report.html")
         write_file(html, pages.render_quantization(report).encode())
-    return Answer(report, lambda: show_lines(describe_quantization(report)), NO if report.met is False else YES)
+    return Answer(report, lambda: show_lines(describe_quantization(report)), report.met is not False)

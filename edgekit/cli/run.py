@@ -13,9 +13,8 @@ from edgekit.app.draft import draft_app
 from edgekit.app.result import AppReport, headline_app, list_inputs
 from edgekit.app.run import run_app
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Json, Option, Volume, as_command, number
+from edgekit.cli.declare import Argument, Json, Option, Volume, as_command, exit_code, number
 from edgekit.cli.defaults import check_defaults
-from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.devices.find import choose_here
@@ -75,7 +74,7 @@ def run_command(
         show_json(report) if as_json else show_run(report)
         if not watch:
             accept = accept_unproven or app.table.verify.accept_unproven
-            return options.exit_code(report.verdict, accept_unproven=accept)
+            return exit_code(report.verdict, accept_unproven=accept)
         again = False
         while _stamp(app) == stamp:
             time.sleep(1)
@@ -114,7 +113,7 @@ def init_command(
     ],
     package: Annotated[Kind | None, Option("Pack the bundles as this kind of package.", words="--as")],
     out: Annotated[Path, Option(None, "FILE", default=FILE, show_default=True)],
-) -> int:
+) -> None:
     """Write an edgekit.toml for MODEL, with facts read from the model, and guesses that are marked as such.
 
     If the file exists, the model is added to it, for its targets and packages.
@@ -144,4 +143,3 @@ def init_command(
     write_file(out.parent / "edgekit.schema.json", to_json(describe_file()).encode())
     show_remarks(remarks)
     show_line(f"{out}: edgekit run {out} builds, verifies and packs what it names")
-    return YES

@@ -8,7 +8,7 @@ from click.shell_completion import get_completion_class
 from edgekit.app.config import describe_schema
 from edgekit.cli.declare import Answer, Argument, as_command
 from edgekit.cli.defaults import SECTION, describe_options
-from edgekit.cli.main import COMMANDS, YES, group
+from edgekit.cli.main import COMMANDS, group
 from edgekit.cli.screen import show_json, show_line
 
 
@@ -58,7 +58,7 @@ SHELLS = ("bash", "fish", "zsh")
 
 
 @as_command
-def completion_command(shell: Annotated[str, Argument(type=click.Choice(SHELLS))]) -> int:
+def completion_command(shell: Annotated[str, Argument(type=click.Choice(SHELLS))]) -> None:
     """Print the script with which SHELL completes edgekit's commands, options and values.
 
     \b
@@ -69,4 +69,3 @@ def completion_command(shell: Annotated[str, Argument(type=click.Choice(SHELLS))
     """
     if (made := get_completion_class(shell)) is not None:
         show_line(made(group, {}, "edgekit", "_EDGEKIT_COMPLETE").source())
-    return YES

@@ -13,7 +13,6 @@ from edgekit.bench.bench import Effort, bench_on
 from edgekit.bench.history import compare_with_last, record_bench
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command, number
-from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.options import Devices, ModelOpening, Threads
 from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.devices.device import Queue
@@ -132,7 +131,7 @@ def bench_command(
             print_table(timing.table_bench(report))
         show_remarks(timing.list_bench_remarks(report))
 
-    return Answer(report, show, YES if report.succeeded else NO)
+    return Answer(report, show, report.succeeded)
 
 
 def _list_efforts(
@@ -201,7 +200,7 @@ def profile_command(
             if one.raw:
                 write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
     options.write_page(html, lambda: profiles.render_profile(result))
-    return Answer(result.report, lambda: show_profile(result.report, top), YES if result.report.succeeded else NO)
+    return Answer(result.report, lambda: show_profile(result.report, top), result.report.succeeded)
 
 
 def show_profile(report: ProfileReport, top: int) -> None:
@@ -325,4 +324,4 @@ def forecast_command(
         print_table(text.table_forecast(report))
         show_remarks(text.list_forecast_remarks(report))
 
-    return Answer(report, show, NO if report.too_slow else UNPROVEN if report.unproven else YES)
+    return Answer(report, show, report.verdict)

@@ -17,7 +17,6 @@ from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.multi import opened_any, opened_bundle
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, From, Option, as_command, number, subcommand
-from edgekit.cli.main import NO, YES
 from edgekit.cli.options import Devices, Metric, MetricDrop, Required, add_required
 from edgekit.cli.release import describe_attested
 from edgekit.cli.screen import print_table, show_line, show_lines, show_remarks
@@ -217,8 +216,7 @@ def verify_command(
         write_file(junit, render_junit((report,), accept_unproven=accept_unproven))
     options.write_page(html, lambda: render_verify(report, pictures))
     options.write_page(markdown, lambda: render_markdown((report,)))
-    code = options.exit_code(report.verdict, accept_unproven=accept_unproven)
-    return Answer(report, lambda: show_verify(report), code)
+    return Answer(report, lambda: show_verify(report), report.verdict, accept_unproven)
 
 
 def _check_options() -> None:
@@ -310,7 +308,7 @@ def bench_command(
 def show_command(number: Annotated[int, Argument()], history: History) -> Answer:
     """Show one verification. Exit code 1: it failed. 3: it is not proven."""
     run = read_run(history, number)
-    return Answer(run, lambda: show_verify(run.report), options.exit_code(run.verdict))
+    return Answer(run, lambda: show_verify(run.report), run.verdict)
 
 
 @subcommand(runs_command, "diff")
@@ -320,7 +318,7 @@ def diff_command(before: Annotated[int, Argument()], now: Annotated[int, Argumen
     count = len(found.regressions)
     lines = [*(f"changed: {change}" for change in found.changes), *(f"worse: {line}" for line in found.regressions)]
     lines.append(f"{count} figures became worse" if count else "nothing became worse")
-    return Answer(found, lambda: show_lines(lines), NO if count else YES)
+    return Answer(found, lambda: show_lines(lines), not count)
 
 
 # From this SQNR on, outputs differ at most in the sign of zero.
@@ -402,8 +400,7 @@ def compare_command(
     if html is not None:
         page = render_comparison(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr)
         write_file(html, page.encode())
-    code = options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
-    return Answer(report, lambda: show_comparison(report, min_sqnr), code)
+    return Answer(report, lambda: show_comparison(report, min_sqnr), report.judge(min_sqnr), accept_unproven)
 
 
 def _show_formats(report: FormatReport) -> None:
@@ -414,8 +411,8 @@ def _show_formats(report: FormatReport) -> None:
             table.add_row(row.name, "-", row.note)
             continue
         ratio = "-" if row.sqnr_db is None else "equal" if row.sqnr_db >= _EQUAL_DB else f"{row.sqnr_db:.1f} dB"
-        times = format_times(row.load_ms, row.median_ms, row.ratio, row.interval)
-        table.add_row(row.name, format_bytes(row.size_bytes), ratio, format_or_dash(row.agreement, "{:.1%}"), *times)
+        agreement = format_or_dash(row.agreement, "{:.1%}")
+        table.add_row(row.name, format_bytes(row.size_bytes), ratio, agreement, *format_times(row))
     print_table(table)
     same = "others" if report.apart else "the same"
     show_line(f"- ranges from {report.calibrated} samples, judged by {report.judged} ({same}), kernels of {report.cpu}")

@@ -6,7 +6,7 @@ A converted file is compared with its source by running both, and the first node
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,7 @@ from edgekit.model.tensors import Array
 from edgekit.prepare.constants import find_harmful
 from edgekit.prepare.shapes import find_unset, size_inputs
 
+_NONE: Mapping[str, str] = {}
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
 """The session config entry without which ONNX Runtime 1.31 ignores saved optimisations (its PR 32077)."""
 
@@ -63,20 +64,15 @@ def write_ort(model: models.Model, out: Path, options: OrtOptions, *, subject: s
     """
     refuse_size(model.path, model.size_bytes)
     with replacing_file(out) as temporary:
-        settings = session_settings(options, options.level, model)
         # By default the format follows from the file's suffix, and the temporary file's suffix is not `.ort`.
-        config = {**settings.config, "session.save_model_format": "ORT"}
+        saving = {"session.save_model_format": "ORT"}
         if options.style == "runtime":
-            config["optimization.minimal_build_optimizations"] = "save"
-        settings = msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
-        optimize_graph(model.path, temporary, settings, subject=subject)
+            saving["optimization.minimal_build_optimizations"] = "save"
+        optimize_graph(model.path, temporary, session_settings(options, model, saving), subject=subject)
         canonicalize_file(temporary)
         # Loaded as an app would, but memory-mapped, so that this test does not copy the weights.
-        settings = load_settings(options, model)
         mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
-        config = {**settings.config, **mapped}
-        settings = msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
-        CpuSession(temporary, settings, subject=subject)
+        CpuSession(temporary, load_settings(options, model, mapped), subject=subject)
 
 
 def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
@@ -90,30 +86,33 @@ def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
         raise ModelError(words, hint="ship the .onnx with its external data: a target whose forms are only 'onnx' does")
 
 
-def session_settings(options: OrtOptions, level: Level, source: models.Model) -> SessionSettings:
-    """Returns the session settings under which the source runs like the converted file."""
+def session_settings(options: OrtOptions, source: models.Model, config: Mapping[str, str] = _NONE) -> SessionSettings:
+    """Returns the session settings under which the source runs like the converted file, with further entries."""
     # Blocked layouts exist on x64 alone: a file for Arm that is written on x64 must not have them.
-    disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
-    disabled = (*disabled, *_list_harmful(source))
-    return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)
+    unblocked = () if options.cpu == "x64" else ("NchwcTransformer",)
+    settings = _settings(options, source, config)
+    disabled = (*unblocked, *settings.disabled_optimizers)
+    return msgspec.structs.replace(settings, level=options.level, disabled_optimizers=disabled)
 
 
-def load_settings(options: OrtOptions, source: models.Model | None = None) -> SessionSettings:
-    """Returns the session settings with which an app would open the converted file."""
-    disabled = () if source is None else _list_harmful(source)
-    return SessionSettings(config={**_config(options), **REPLAY}, disabled_optimizers=disabled, threads=1)
+def load_settings(
+    options: OrtOptions, source: models.Model | None = None, config: Mapping[str, str] = _NONE
+) -> SessionSettings:
+    """Returns the session settings with which an app would open the converted file, with further entries."""
+    return _settings(options, source, {**REPLAY, **config})
 
 
-def _list_harmful(source: models.Model) -> tuple[str, ...]:
-    with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
-        return tuple(find_harmful(skim_model(source.path).graph))
-    return ()
-
-
-def _config(options: OrtOptions) -> dict[str, str]:
+def _settings(options: OrtOptions, source: models.Model | None, config: Mapping[str, str]) -> SessionSettings:
     # Prepacked weights would be in the layout of this machine's kernels. Without the second key ONNX Runtime turns s8
     # activations into u8 on x64 (qdq_s8_to_u8.cc), and the file for Arm would lose its faster kernels.
-    return {"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0"}
+    own = {"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0"}
+    settings = SessionSettings(config={**own, **config}, threads=1)
+    if source is None:
+        return settings
+    harmful: tuple[str, ...] = ()
+    with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
+        harmful = tuple(find_harmful(skim_model(source.path).graph))
+    return msgspec.structs.replace(settings, disabled_optimizers=harmful, libraries=source.custom_ops)
 
 
 FLOAT_TOLERANCE = 1e-4
@@ -180,9 +179,9 @@ def compare_with_source(
         return msgspec.structs.replace(facts, skipped=f"it draws random numbers: {', '.join(drawn)}")
     if (chosen := choose_samples(source, samples)) is None:
         return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
-    settings = session_settings(options, Level.DISABLED if tolerance != QUANTIZED_TOLERANCE else options.level, source)
-    loaded = load_settings(options, source)
-    compared = _compare(facts, (source, settings), (path, loaded), chosen, drawn=samples is None)
+    as_is = options if tolerance == QUANTIZED_TOLERANCE else msgspec.structs.replace(options, level=Level.DISABLED)
+    settings, loaded = session_settings(as_is, source), load_settings(options, source)
+    compared = _compare(facts, (source.path, settings), (path, loaded), chosen, drawn=samples is None)
     if compared.passed or path.suffix != ".ort":
         return compared
     return msgspec.structs.replace(compared, first_bad=_find_first(source, path, graph, chosen, tolerance))
@@ -197,8 +196,8 @@ def compare_onnx(source: models.Model, changed: models.Model, samples: Samples |
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=FUSED_TOLERANCE)
     if (chosen := choose_samples(source, samples)) is None:
         return msgspec.structs.replace(facts, skipped=_NO_TENSORS)
-    unoptimized = SessionSettings(level=Level.DISABLED, threads=1)
-    return _compare(facts, (source, unoptimized), (changed.path, unoptimized), chosen, drawn=samples is None)
+    unoptimized = SessionSettings(level=Level.DISABLED, threads=1, libraries=source.custom_ops)
+    return _compare(facts, (source.path, unoptimized), (changed.path, unoptimized), chosen, drawn=samples is None)
 
 
 def choose_samples(source: models.Model, samples: Samples | None) -> Samples | None:
@@ -220,21 +219,16 @@ def choose_samples(source: models.Model, samples: Samples | None) -> Samples | N
     return msgspec.structs.replace(drawn[0], count=len(drawn), read=lambda: itertools.chain.from_iterable(drawn))
 
 
-def _compare(
-    facts: Equality,
-    one: tuple[models.Model, SessionSettings],
-    other: tuple[Path, SessionSettings],
-    samples: Samples,
-    *,
-    drawn: bool,
-) -> Equality:
-    """Returns `facts` with the result of comparing the outputs of the file `other` with those of the model `one`.
+_Opened = tuple[Path, SessionSettings]
 
-    Nothing is compared if the model refuses inputs that were drawn at random.
+
+def _compare(facts: Equality, one: _Opened, other: _Opened, samples: Samples, *, drawn: bool) -> Equality:
+    """Returns `facts` with the result of comparing the outputs of the file `other` with those of the file `one`.
+
+    Nothing is compared if `one` refuses inputs that were drawn at random.
     """
-    source, settings = one
     try:
-        wanted = _run(source.path, settings, samples, source.custom_ops)
+        wanted = _run(*one, samples)
     except RuntimeRefusal as refusal:
         if not drawn:
             raise
@@ -245,14 +239,14 @@ def _compare(
         reason = refusal.message.partition("': ")[2] or refusal.message
         words = f"the source does not run on inputs drawn at random, so give --data: {reason[:160]}"
         return msgspec.structs.replace(facts, skipped=words)
-    got = _run(*other, samples, source.custom_ops)
+    got = _run(*other, samples)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
     found = [error for error in errors if error is not None]
     return msgspec.structs.replace(facts, samples=samples.count, bit_equal=not found, error=max(found, default=0.0))
 
 
-def _run(path: Path, settings: SessionSettings, samples: Samples, libraries: Sequence[Path]) -> list[dict[str, Array]]:
-    session = CpuSession(path, msgspec.structs.replace(settings, libraries=tuple(libraries)))
+def _run(path: Path, settings: SessionSettings, samples: Samples) -> list[dict[str, Array]]:
+    session = CpuSession(path, settings)
     return [session.run(sample) for sample in samples]
 
 
@@ -304,14 +298,26 @@ def _find_first(source: models.Model, path: Path, graph: onnx.GraphProto, sample
 OF_THIS_MACHINE = "layouts of this machine's CPU are in it: load it on the same kind of CPU only"
 
 
-class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
+class TimedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of a file on this machine with one thread, all None if nothing was timed.
+
+    `load_ms` is the time to make a session, `median_ms` that of a run, `ratio` that time divided by the one of the
+    first file, with its 95 % `interval`.
+    """
+
+    load_ms: float | None = None
+    median_ms: float | None = None
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+class LevelModel(TimedFile, frozen=True, kw_only=True):
     """A model as ONNX Runtime optimizes it at a level.
 
     `nodes` counts the nodes of the main graph. `kinds` are the fusions that made them, most frequent first.
     `casts_gone` is how many Cast nodes fewer it has than the given model (negative: more). `inserted` counts the nodes
-    of ONNX Runtime's own operators by operator. `warning` says why the file is not for every machine, "" if it is.
-    `load_ms` is the time to make a session, `median_ms` that of a run on this machine with one thread, `ratio` that
-    time divided by the one without optimization, with its `interval`; all are None if nothing was timed.
+    of ONNX Runtime's own operators by operator. `warning` says why the file is not for every machine, "" if it is. The
+    `ratio` is to the model without optimization.
     """
 
     level: Level
@@ -324,10 +330,6 @@ class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     warning: str = ""
     equality: Equality | None = None
-    load_ms: float | None = None
-    median_ms: float | None = None
-    ratio: float | None = None
-    interval: tuple[float, float] | None = None
 
 
 def write_level(
@@ -352,9 +354,8 @@ def write_level(
         words = f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and an optimized ONNX file ends at 2 GB"
         raise ModelError(words, hint="leave --level out: --onnx then writes the model with its external data")
     options = OrtOptions(style="full", cpu=cpu, level=level)
-    settings = session_settings(options, level, model)
     path = folder / f"model.{level.value}.onnx"
-    optimize_graph(model.path, path, msgspec.structs.replace(settings, libraries=model.custom_ops))
+    optimize_graph(model.path, path, session_settings(options, model))
     proto = onnx.load(str(path))
     # ONNX Runtime adds ReorderOutput nodes in the order of a hash table that is seeded anew in each process: they are
     # named after their outputs, and the nodes sorted by their outputs.

@@ -14,33 +14,16 @@ import msgspec
 from edgekit._files import staged_entries, work_folder
 from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.bench.latency import compare_rounds
+from edgekit.convert import ort_form
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ORT_FILES, ConvertedFiles, Source, convert_forms, convert_model, find_needed_ort
-from edgekit.convert.ort_form import (
-    Cpu,
-    Equality,
-    LevelModel,
-    OrtOptions,
-    Style,
-    choose_samples,
-    compare_onnx,
-    refuse_size,
-    write_level,
-)
+from edgekit.convert.ort_form import Cpu, Equality, LevelModel, OrtOptions, Style, TimedFile
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples
 from edgekit.devices.find import choose_here
 from edgekit.devices.packages import CoreMlFiles, write_coreml
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, UsageError
-from edgekit.model.model import (
-    ORT_FORMATS,
-    Model,
-    QuantizedForm,
-    find_quantized_form,
-    load_model,
-    measure_files,
-    read_proto,
-    save_proto,
-)
+from edgekit.model import model as models
+from edgekit.model.model import Model, QuantizedForm
 from edgekit.model.tensors import Tensors
 from edgekit.prepare.clean import freeze_model, prepare_model
 from edgekit.prepare.fix import FusedOps, FuseOptions, fuse_transformer
@@ -132,7 +115,7 @@ def convert_for(
     if (options.coreml.packages or options.coreml.cache) and [target.name for target in targets] != ["coreml"]:
         raise UsageError("packages and a cache of Core ML are for the target 'coreml'", hint="name it as the target")
     _refuse_large(model, targets, options)
-    source = load_model(model, custom_ops=options.custom_ops)
+    source = models.load_model(model, custom_ops=options.custom_ops)
     with work_folder() as work, staged_entries(out) as staging:
         source = lower_model(source, work / "lowered", options.runtime or VERSION)
         source = freeze_model(source, work / "frozen", recipe.freeze)
@@ -149,7 +132,7 @@ def convert_for(
             # Other providers than the CPU's get all fusions.
             fuse = msgspec.structs.replace(options.fuse, for_cpu=all(target.name == "cpu" for target in targets))
             fused = fuse_transformer(source, fuse, work / "fused.onnx", prepare)
-            float_model, equality = fused.model, compare_onnx(prepared, fused.model, samples)
+            float_model, equality = fused.model, ort_form.compare_onnx(prepared, fused.model, samples)
             # Fusions match patterns of nodes: whether the model still computes the same must be measured.
             if not equality.passed:
                 most = f"at most {equality.tolerance:g} is allowed"
@@ -178,7 +161,7 @@ def convert_for(
         coreml, wanted = None, options.coreml
         if wanted.packages or wanted.cache:
             progress("ask the Core ML provider")
-            onnx = load_model(staging / converted.files["onnx"][0])
+            onnx = models.load_model(staging / converted.files["onnx"][0])
             coreml = write_coreml(onnx, targets[0], staging, packages=wanted.packages, cache=wanted.cache)
         levels: tuple[LevelModel, ...] = ()
         if options.levels:
@@ -186,9 +169,9 @@ def convert_for(
             # The model as an app would load it: preparing it does a part of what the levels do.
             session_model = source if current is prepared else current
             if current is prepared and recipe.dims:
-                proto = read_proto(source)
+                proto = models.read_proto(source)
                 fix_dims(proto.graph, recipe.dims, may_stay_open=True)
-                sized = save_proto(proto, work / "given.onnx")
+                sized = models.save_proto(proto, work / "given.onnx")
                 session_model = msgspec.structs.replace(sized, custom_ops=source.custom_ops)
             levels = optimize_levels(
                 session_model, options.levels, options.ort.cpu, staging, work, samples, checked=options.checked
@@ -197,7 +180,7 @@ def convert_for(
         written = [row.file for row in levels if (staging / row.file).exists()]
         files = {str(form): names for form, names in converted.files.items()} | {file: (file,) for file in written}
         minimum_ort = _find_minimum(staging, files, targets, options.runtime)
-        form = find_quantized_form(read_proto(source, weights=False))
+        form = models.find_quantized_form(models.read_proto(source, weights=False))
     return ConvertReport(
         model=source.name,
         out=out,
@@ -217,12 +200,12 @@ def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Seq
     Raises:
         UsageError: it is newer than `runtime`.
     """
-    models = {form: [folder / it for it in names if it.endswith((".onnx", ".ort"))] for form, names in files.items()}
-    needs = {form: find_needed_ort(paths) for form, paths in models.items()}
+    paths = {form: [folder / it for it in names if it.endswith((".onnx", ".ort"))] for form, names in files.items()}
+    needs = {form: find_needed_ort(each) for form, each in paths.items()}
     needs |= {f"target '{target.name}'": target.minimum_ort for target in targets}
     newest = max(needs, key=lambda name: read_version(needs[name]))
-    if runtime and read_version(needs[newest] or ORT_FORMATS[0].since) > read_version(runtime):
-        words = f"{newest} needs ONNX Runtime {needs[newest] or ORT_FORMATS[0].since}, and --ort says {runtime}"
+    if runtime and read_version(needs[newest] or models.ORT_FORMATS[0].since) > read_version(runtime):
+        words = f"{newest} needs ONNX Runtime {needs[newest] or models.ORT_FORMATS[0].since}, and --ort says {runtime}"
         raise UsageError(words, hint="give --onnx with a --level for the ONNX form alone, or a newer ONNX Runtime")
     return needs[newest]
 
@@ -239,7 +222,7 @@ def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOption
     share = 1.0 if form is None or (targets and form == "fp16") else _MIN_SIZE_SHARES[form]
     if set(forms) & set(ORT_FILES):
         having = "has" if share == 1 else f"with {form} weights has at least"
-        refuse_size(model, int(share * measure_files(model)), having)
+        ort_form.refuse_size(model, int(share * models.measure_files(model)), having)
 
 
 # Seven degrees of freedom: Student's quantile is then 2.36, against 12.7 for two rounds.
@@ -248,15 +231,6 @@ _ROUNDS = 8
 _ROUND_S = 0.02
 MAX_TIMED_BYTES = 300_000_000
 """Larger models are not timed, because the sessions of all files are in memory at once."""
-
-
-class TimedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of a file in ms, and the ratio of its run time to that of the first file, with the 95 % interval."""
-
-    load_ms: float
-    median_ms: float
-    ratio: float | None
-    interval: tuple[float, float] | None
 
 
 def optimize_levels(
@@ -271,8 +245,8 @@ def optimize_levels(
     # The other files are compared with the one without optimization.
     all_levels = tuple(dict.fromkeys((Level.DISABLED, *levels)))
     folders = {level: out if level in levels else work for level in all_levels}
-    rows = [write_level(model, level, cpu, folders[level], samples, checked=checked) for level in all_levels]
-    inputs = choose_samples(model, samples)
+    rows = [ort_form.write_level(model, level, cpu, folders[level], samples, checked=checked) for level in all_levels]
+    inputs = ort_form.choose_samples(model, samples)
     if inputs is None or model.size_bytes > MAX_TIMED_BYTES:
         return tuple(rows)
     # A session must not optimize the files further.
@@ -331,22 +305,17 @@ _MIN_TO_SPLIT = 8
 _FLOAT = "float"
 
 
-class FormatRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A format: its size, its agreement with the float model, and its run time on this machine with one thread.
+class FormatRow(TimedFile, frozen=True, kw_only=True):
+    """A format: its size, its agreement with the float model, and its times.
 
     `sqnr_db` is the lowest SQNR of an output, `agreement` the lowest top-1 agreement, None if no output lists classes.
-    `ratio` is the time divided by that of the float model, with its 95 % interval. `note` says why there is no such
-    format of the model, "" if there is.
+    The `ratio` is to the float model. `note` says why there is no such format of the model, "" if there is.
     """
 
     name: str
     size_bytes: int = 0
     sqnr_db: float | None = None
     agreement: float | None = None
-    load_ms: float | None = None
-    median_ms: float | None = None
-    ratio: float | None = None
-    interval: tuple[float, float] | None = None
     note: str = ""
 
 
@@ -373,7 +342,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         EdgekitError: the model or the data is wrong, or ONNX Runtime refuses the float model.
     """
     with work_folder() as work:
-        source = freeze_model(load_model(model), work / "frozen", recipe.freeze)
+        source = freeze_model(models.load_model(model), work / "frozen", recipe.freeze)
         prepared = prepare_model(source, work / "prepared" / f"{source.name}.onnx", recipe.dims, may_stay_open=True)
         given = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
         all_samples = limit_samples(given, recipe.samples)
@@ -414,13 +383,13 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
 
 
 def _write_operators(qdq: Path, cpu: Cpu, out: Path) -> None:
-    write_qoperator(load_model(qdq), out, cpu)
+    write_qoperator(models.load_model(qdq), out, cpu)
 
 
 def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> None:
-    proto = read_proto(model)
-    written = save_proto(quantize_dynamically(proto, (), model.path.name, per_channel=per_channel), out)
-    if len(read_proto(written, weights=False).graph.node) == len(proto.graph.node):
+    proto = models.read_proto(model)
+    written = models.save_proto(quantize_dynamically(proto, (), model.path.name, per_channel=per_channel), out)
+    if len(models.read_proto(written, weights=False).graph.node) == len(proto.graph.node):
         words = f"'{model.name}' has no MatMul, LSTM, Attention or Gather with weights"
         why = "ONNX Runtime's CPU provider runs no other operator with int8 weights dynamically"
         raise ModelError(f"{words}, and {why}", hint="the static formats, QDQ and QOperator, take it")

@@ -8,17 +8,8 @@ from google.protobuf.message import Message
 
 from edgekit._files import move_file, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
-from edgekit.model.external import (
-    LEAST_BYTES,
-    DataPlace,
-    begin_page,
-    copy_data,
-    move_weight,
-    point_to,
-    read_external_entries,
-    read_place,
-    write_varint,
-)
+from edgekit.model import external as data
+from edgekit.model.external import DataPlace, copy_data, point_to, read_external_entries, read_place, write_varint
 from edgekit.model.model import MOST_INLINE_BYTES, Model, copy_fields, iterate_tensors, load_model, read_proto
 
 _LENGTH_DELIMITED = 2
@@ -125,14 +116,14 @@ def place_weights(model: Model, *, external: bool) -> Model:
         ModelError: the weights are to be inside, and have 2 GB or more.
         OutputError: the folder cannot be written.
     """
-    path, data = model.path, model.path.with_name(f"{model.path.name}.data")
+    path, beside = model.path, model.path.with_name(f"{model.path.name}.data")
     if external == bool(model.external_files):
         return model
     proto = read_proto(model)
     if external:
-        with replacing_file(data) as temporary, temporary.open("wb") as out:
+        with replacing_file(beside) as temporary, temporary.open("wb") as out:
             for tensor in proto.graph.initializer:
-                move_weight(tensor, path.parent, out, most=LEAST_BYTES)
+                data.move_weight(tensor, path.parent, out, most=data.LEAST_BYTES)
         write_file(path, proto.SerializeToString(deterministic=True))
     else:
         refuse_inline(model)
@@ -148,7 +139,7 @@ def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
     starts: dict[str, int] = {}
     with path.open("wb") as out:
         for name in sorted({place.file for _, place in places}):
-            starts[name] = begin_page(out)
+            starts[name] = data.begin_page(out)
             with (folder / name).open("rb") as file:
                 shutil.copyfileobj(file, out, 1 << 20)
     for tensor, place in places:

@@ -7,6 +7,7 @@ attention, LayerNormalization, GELU and embeddings.
 import contextlib
 import importlib
 import logging
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,24 +27,12 @@ from edgekit.model import model as models
 from edgekit.model.external import point_into
 from edgekit.model.state import first_state
 from edgekit.model.tensors import TensorSpec
+from edgekit.prepare import rewrites
 from edgekit.prepare.clean import import_contrib, keeps_weights_on_disk, merge_domains, prepare_model
 from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes, name_nodes
 from edgekit.prepare.opset import lower_ir_version, read_opset
-from edgekit.prepare.rewrites import (
-    activations,
-    float16,
-    fused,
-    idle,
-    join_attention,
-    layout,
-    norms,
-    planes,
-    products,
-    recurrent,
-    signs,
-    split_attention,
-)
+from edgekit.prepare.rewrites import activations, float16, idle, norms, products, signs
 from edgekit.prepare.stripped import is_absent
 from edgekit.serialize import read_own_toml
 from edgekit.target import INTEGERS, Target
@@ -152,10 +141,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 _TABLE = read_own_toml(Path(__file__).parent / "rewrites.toml", _Table)
-_MODULES = (
-    activations, float16, fused, idle, join_attention, layout, norms, planes, products, recurrent, signs,
-    split_attention,
-)  # fmt: skip
+_MODULES = [importlib.import_module(f"{rewrites.__name__}.{it.name}") for it in pkgutil.iter_modules(rewrites.__path__)]
 _KNOWN = {each.id: each for module in _MODULES for each in vars(module).values() if isinstance(each, Rewrite)}
 
 

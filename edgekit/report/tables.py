@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from edgekit.convert.ort_form import TimedFile
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.inspect.diff import Delta
 from edgekit.inspect.inspect import SizeReport
@@ -53,13 +54,11 @@ def format_or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def format_times(
-    load_ms: float | None, median_ms: float | None, ratio: float | None, interval: tuple[float, float] | None
-) -> tuple[str, str, str]:
+def format_times(file: TimedFile) -> tuple[str, str, str]:
     """Returns the times to load and to run, and the ratio to another's with its 95 % interval, each "-" if unknown."""
-    doubt = "" if interval is None else " (95 %: {:.2f} to {:.2f})".format(*interval)
-    times = format_or_dash(load_ms, "{:.1f} ms"), format_or_dash(median_ms, "{:.3g} ms")
-    return *times, format_or_dash(ratio, "{:.2f}") + doubt
+    doubt = "" if file.interval is None else " (95 %: {:.2f} to {:.2f})".format(*file.interval)
+    times = format_or_dash(file.load_ms, "{:.1f} ms"), format_or_dash(file.median_ms, "{:.3g} ms")
+    return *times, format_or_dash(file.ratio, "{:.2f}") + doubt
 
 
 def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:

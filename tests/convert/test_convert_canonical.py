@@ -29,19 +29,7 @@ from edgekit.convert.ort_form import REPLAY, OrtOptions, write_ort
 from edgekit.convert.ort_format import canonical, tables
 from edgekit.convert.ort_format.canonical import canonicalize_file, is_canonical, repair_saved, sort_tables
 from edgekit.convert.ort_format.report import count_ops, inspect_ort, read_graph, replay_saved
-from edgekit.convert.ort_format.tables import (
-    ROOT,
-    SCHEMA,
-    UNIONS,
-    Record,
-    Value,
-    number,
-    open_tables,
-    records,
-    table,
-    text,
-    write_tables,
-)
+from edgekit.convert.ort_format.tables import Record, Value, number, open_tables, records, table, text
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.model.model import load_model
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, lower_model
@@ -94,11 +82,11 @@ def test_a_canonical_file_stays_as_it_is(tmp_path: Path) -> None:
 def shuffle(value: Value, kind: str, rng: random.Random) -> Value:
     """Shuffles every list that has no order, all the way down."""
     if isinstance(value, dict):
-        fields = {field.name: field for field in SCHEMA[kind]}
+        fields = {field.name: field for field in tables.SCHEMA[kind]}
         shuffled: Record = {}
         for name, item in value.items():
             field = fields[name]
-            of = UNIONS[field.of][number(value, f"{name}_type")] if field.kind == "union" else field.of
+            of = tables.UNIONS[field.of][number(value, f"{name}_type")] if field.kind == "union" else field.of
             shuffled[name] = shuffle(item, of, rng)
             if field.key and isinstance(shuffled[name], list):
                 rng.shuffle(shuffled[name])  # type: ignore[arg-type]
@@ -111,7 +99,7 @@ def test_a_shuffled_file_gives_the_same_results_and_the_same_bytes(tmp_path: Pat
     canonical_bytes = write_form(make_qdq(tmp_path / "m.onnx"), tmp_path / "m.ort", RUNTIME)
     before = run_ort(tmp_path / "m.ort", (1, 3, 4, 4))
     with open_tables(tmp_path / "m.ort") as file:
-        root = shuffle(file.root, ROOT, random.Random(seed))  # noqa: S311 - a test's order
+        root = shuffle(file.root, tables.ROOT, random.Random(seed))  # noqa: S311 - a test's order
         tables.write_tables(root, tmp_path / "shuffled.ort")  # type: ignore[arg-type]
     assert (tmp_path / "shuffled.ort").read_bytes() != canonical_bytes
     assert np.array_equal(run_ort(tmp_path / "shuffled.ort", (1, 3, 4, 4)), before)
@@ -172,7 +160,7 @@ def test_a_saved_optimization_gets_its_operator_and_the_types_of_its_kernel(
 def test_an_unknown_format_version_is_refused_and_the_file_stays(tmp_path: Path) -> None:
     raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
     with open_tables(raw) as file:
-        tables.write_tables(sort_tables({**file.root, "ort_version": b"9"}, ROOT), tmp_path / "new.ort")
+        tables.write_tables(sort_tables({**file.root, "ort_version": b"9"}, tables.ROOT), tmp_path / "new.ort")
     before = (tmp_path / "new.ort").read_bytes()
     with pytest.raises(ModelError, match="format version '9', whose order is not known"):
         canonicalize_file(tmp_path / "new.ort")
@@ -182,7 +170,7 @@ def test_an_unknown_format_version_is_refused_and_the_file_stays(tmp_path: Path)
 
 def test_a_table_with_an_unknown_slot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
-    monkeypatch.setitem(SCHEMA, "Model", SCHEMA["Model"][:7])
+    monkeypatch.setitem(tables.SCHEMA, "Model", tables.SCHEMA["Model"][:7])
     with pytest.raises(ModelError, match=r"tables that are not known: Model\.7"):
         canonicalize_file(raw)
     assert not is_canonical(raw)
@@ -217,13 +205,13 @@ def test_a_writer_that_loses_something_is_caught_and_the_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Record], Record]
 ) -> None:
     raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
-    before = raw.read_bytes()
+    before, write = raw.read_bytes(), tables.write_tables
 
     def write_less(root: Record, out: Path) -> None:
         model = table(root, "model")
-        tables.write_tables({**root, "model": {**model, "graph": lose(table(model, "graph"))}}, out)
+        write({**root, "model": {**model, "graph": lose(table(model, "graph"))}}, out)
 
-    monkeypatch.setattr(canonical, "write_tables", write_less)
+    monkeypatch.setattr(tables, "write_tables", write_less)
     with pytest.raises(ModelError, match="changed while it was put in order"):
         canonicalize_file(raw)
     assert raw.read_bytes() == before
@@ -321,7 +309,7 @@ def test_tables_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
         kind = {"value_type": b"\x02", "value": {"elem_type": kind}}
     values: list[Record] = [{"name": b"x", "type": kind}]
     root: Record = {"model": {"graph": {"node_args": values}}}
-    write_tables(root, tmp_path / "deep.ort")
+    tables.write_tables(root, tmp_path / "deep.ort")
     with pytest.raises(ModelError, match="nested too deeply"):
         inspect_ort(tmp_path / "deep.ort")
 
@@ -330,10 +318,10 @@ def test_a_shape_of_too_many_dimensions_is_refused(tmp_path: Path) -> None:
     dims: list[Record] = [{"denotation": b""}] * 1024
     values: list[Record] = [{"name": b"x", "type": {"value_type": b"\x01", "value": {"shape": {"dim": dims}}}}]
     root: Record = {"model": {"graph": {"node_args": values}}}
-    write_tables(root, tmp_path / "m.ort")
+    tables.write_tables(root, tmp_path / "m.ort")
     inspect_ort(tmp_path / "m.ort")
     dims.append({})
-    write_tables(root, tmp_path / "m.ort")
+    tables.write_tables(root, tmp_path / "m.ort")
     with pytest.raises(ModelError, match="a tensor of 1025 dimensions"):
         inspect_ort(tmp_path / "m.ort")
 
@@ -341,7 +329,7 @@ def test_a_shape_of_too_many_dimensions_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_grows_on_reading_is_refused(tmp_path: Path) -> None:
     short, long = [b"a"], [b"a"] * 500
     values: list[Record] = [{"inputs": short if index < 40 else long} for index in range(41)]
-    write_tables({"model": {"graph": {"nodes": values}}}, tmp_path / "m.ort")
+    tables.write_tables({"model": {"graph": {"nodes": values}}}, tmp_path / "m.ort")
     assert len(read_graph(tmp_path / "m.ort").nodes[40].inputs) == 500
     data = bytearray((tmp_path / "m.ort").read_bytes())
     long_list = data.index(struct.pack("<II", 4, 500)) + 4
@@ -356,7 +344,7 @@ def test_a_file_that_grows_on_reading_is_refused(tmp_path: Path) -> None:
 def test_a_union_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     values: list[Record] = [{"type": {"value_type": b"\x01", "value": {}}}]
     root: Record = {"model": {"graph": {"node_args": values}}}
-    write_tables(root, tmp_path / "m.ort")
+    tables.write_tables(root, tmp_path / "m.ort")
     data = (tmp_path / "m.ort").read_bytes()
     (tmp_path / "m.ort").write_bytes(data.replace(b"\x01", b"\x09"))
     with pytest.raises(ModelError):

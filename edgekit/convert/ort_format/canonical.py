@@ -18,21 +18,8 @@ from pathlib import Path
 from typing import cast
 
 from edgekit._files import replacing_file, work_folder
-from edgekit.convert.ort_format.tables import (
-    ROOT,
-    SCHEMA,
-    UNIONS,
-    Field,
-    Record,
-    Value,
-    iterate_graphs,
-    number,
-    open_tables,
-    records,
-    table,
-    text,
-    write_tables,
-)
+from edgekit.convert.ort_format import tables
+from edgekit.convert.ort_format.tables import Field, Record, Value, iterate_graphs, number, records, table, text
 from edgekit.errors import ModelError
 
 _INPUT, _OUTPUT = 0, 1
@@ -159,7 +146,7 @@ def canonicalize_file(path: Path) -> None:
     Raises:
         ModelError: the file is damaged, or of a format whose order is not known.
     """
-    with open_tables(path) as file:
+    with tables.open_tables(path) as file:
         version = text(file.root, "ort_version")
         if version not in KNOWN_FORMATS:
             words = f"'{path}' has ORT format version '{version}', whose order is not known"
@@ -170,10 +157,10 @@ def canonicalize_file(path: Path) -> None:
         # Before sorting, so that added entries are sorted as well.
         repair_saved(file.root)
         drop_foreign_opsets(file.root)
-        root = sort_tables(file.root, ROOT)
+        root = sort_tables(file.root, tables.ROOT)
         with replacing_file(path) as temporary:
-            write_tables(root, temporary)
-            with open_tables(temporary) as written:
+            tables.write_tables(root, temporary)
+            with tables.open_tables(temporary) as written:
                 if written.root != root:
                     raise ModelError(f"'{path}' changed while it was put in order", hint="report this as a bug")
 
@@ -184,10 +171,10 @@ def is_canonical(path: Path) -> bool:
     Raises:
         ModelError: the file is damaged.
     """
-    with open_tables(path) as file, work_folder() as work:
+    with tables.open_tables(path) as file, work_folder() as work:
         if file.unknown or text(file.root, "ort_version") not in KNOWN_FORMATS:
             return False
-        write_tables(sort_tables(file.root, ROOT), work / "sorted.ort")
+        tables.write_tables(sort_tables(file.root, tables.ROOT), work / "sorted.ort")
         return filecmp.cmp(path, work / "sorted.ort", shallow=False)
 
 
@@ -196,7 +183,7 @@ def sort_tables(record: Record, kind: str) -> Record:
 
     The ReorderOutput nodes of a graph are renumbered in place.
     """
-    fields = {field.name: field for field in SCHEMA[kind]}
+    fields = {field.name: field for field in tables.SCHEMA[kind]}
     # Node indices of x64 files come from a hash table too, and everything that is sorted below refers to them.
     if kind == "Graph":
         renumber_reorders(record)
@@ -206,7 +193,7 @@ def sort_tables(record: Record, kind: str) -> Record:
 def _sort_value(value: Value, field: Field, record: Record) -> Value:
     if isinstance(value, dict):
         union = field.kind == "union"
-        return sort_tables(value, UNIONS[field.of][number(record, f"{field.name}_type")] if union else field.of)
+        return sort_tables(value, tables.UNIONS[field.of][number(record, f"{field.name}_type")] if union else field.of)
     if field.kind != "[table]":
         return value
     items = [sort_tables(item, field.of) for item in cast("list[Record]", value)]
@@ -216,7 +203,7 @@ def _sort_value(value: Value, field: Field, record: Record) -> Value:
 
 def _key_part(record: Record, path: str, kind: str) -> bytes | int:
     head, _, tail = path.partition(".")
-    field = next(field for field in SCHEMA[kind] if field.name == head)
+    field = next(field for field in tables.SCHEMA[kind] if field.name == head)
     if tail:
         return _key_part(cast("Record", record.get(head, {})), tail, field.of)
     return cast("bytes", record.get(head, b"")) if field.kind == "string" else number(record, head)

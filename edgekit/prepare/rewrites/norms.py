@@ -8,23 +8,10 @@ from itertools import permutations
 import msgspec
 import numpy as np
 
+from edgekit.graph import match
 from edgekit.graph.contrib import LAYER_NORM_SINCE
 from edgekit.graph.graph import Graph
-from edgekit.graph.match import (
-    attempt,
-    fraction_of,
-    keeps_axis,
-    known,
-    made_by,
-    mean_of,
-    need,
-    other_operand,
-    reduced_axes,
-    root_of,
-    single,
-    square_of,
-    unshape,
-)
+from edgekit.graph.match import fraction_of, keeps_axis, known, made_by, mean_of, need, single, unshape
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.model.tensors import MAX_HALF
 
@@ -53,7 +40,7 @@ def _find_norm(graph: Graph, name: str) -> _Norm:
     """
     scaled, shift, subtracted = _find_shift(graph, name)
     divisor = single(fraction_of(graph, scaled)[1])
-    variance, epsilon = root_of(graph, unshape(graph, divisor))
+    variance, epsilon = match.root_of(graph, unshape(graph, divisor))
     data, axis, squared = _find_variance(graph, variance)
     above = fraction_of(graph, scaled, (data, squared))[0]
     vectors = [each for each in above if each in graph.constants]
@@ -92,14 +79,14 @@ def _find_variance(graph: Graph, name: str) -> tuple[str, int, str]:
     squared tensor is "".
     """
     variance = unshape(graph, name)
-    variance = unshape(graph, other_operand(graph, made_by(graph, variance, "Max"), 0.0) or variance)
+    variance = unshape(graph, match.other_operand(graph, made_by(graph, variance, "Max"), 0.0) or variance)
     difference = made_by(graph, variance, "Sub")
     squares, axis = mean_of(graph, variance if difference is None else difference.input[0])
-    data = known(square_of(graph, squares))
+    data = known(match.square_of(graph, squares))
     if difference is None:
-        centred = attempt(lambda: _find_mean(graph, data))
+        centred = match.attempt(lambda: _find_mean(graph, data))
         return (data, axis, data) if centred is None else (*centred, data)
-    mean = known(square_of(graph, unshape(graph, difference.input[1])))
+    mean = known(match.square_of(graph, unshape(graph, difference.input[1])))
     need(mean_of(graph, mean) == (data, axis))
     return data, axis, ""
 
@@ -134,7 +121,7 @@ def join_layer_norm(writer: Writer) -> None:
     readers = graph.readers(node.output[0])
     need(norm.has_mean and dtype in FLOATS)
     # If the readers are normalisations too, this node is a part of a larger match, with scale or shift.
-    need(not readers or any(attempt(partial(_find_norm, graph, reader.output[0])) is None for reader in readers))
+    need(not readers or any(match.attempt(partial(_find_norm, graph, reader.output[0])) is None for reader in readers))
     size = known(shape[norm.axis])
     ones = "" if norm.scale else writer.constant("scale", np.ones(size), dtype or "")
     vectors = [ones or writer.reshaped("scale", norm.scale, [size])]
@@ -216,7 +203,7 @@ def split_l2_norm(writer: Writer) -> None:
     zero. NNAPI has ReduceMean, and no ReduceMax.
     """
     x, before, after = writer.x, writer.shape(), writer.made
-    listed = [axis % len(before) for axis in known(reduced_axes(writer.graph, writer.node))]
+    listed = [axis % len(before) for axis in known(match.reduced_axes(writer.graph, writer.node))]
     count = math.prod(before[axis] for axis in set(listed))
     need(listed and 0 not in before and count <= MAX_HALF)
     size = writer.add("Max", [x, writer.add("Mul", [x, writer.constant("minus_one", -1)], "negative")], "size")
