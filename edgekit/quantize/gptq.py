@@ -5,6 +5,7 @@ scale: to clip the largest weights may reduce the error.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -383,11 +384,19 @@ def search_scale(matrix: Array, *, energy: Array, floor: Array | float = 0.0) ->
         floor: the least scale.
     """
     whole = weight_scale(matrix, per_channel=True, floor=floor, limit=FOUR_LIMIT)
-    best, least = whole, np.full(whole.shape, np.inf)
-    for share in _SHARES:
-        scale = np.maximum(whole * np.float32(share), np.float32(floor)).astype(np.float32)
-        error = matrix - round_nearest(matrix, scale, FOUR_LIMIT).values
-        cost = (error**2 * energy[:, None]).sum(axis=2, keepdims=True)
+    tried = [np.maximum(whole * np.float32(share), floor).astype(np.float32) for share in _SHARES]
+    return pick_scale(matrix, tried, energy[:, None])
+
+
+def pick_scale(weights: Array, scales: Sequence[Array], energy: Array) -> Array:
+    """Returns for each row of weights [..., inputs] the scale, float32 [..., 1], with the least error in 4 bits.
+
+    `energy` is the mean square of each input. A scale of 0 rounds all weights to 0.
+    """
+    best, least = scales[0], np.full(scales[0].shape, np.inf)
+    for scale in scales:
+        rounded = round_nearest(weights, np.where(scale, scale, np.float32(np.inf)), FOUR_LIMIT).integers * scale
+        cost = ((weights - rounded) ** 2 * energy).sum(axis=-1, keepdims=True)
         best, least = np.where(cost < least, scale, best), np.minimum(cost, least)
     return best
 

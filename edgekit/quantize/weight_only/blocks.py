@@ -4,7 +4,7 @@ Weights are rounded to nearest, or by COMQ, which minimizes the error of the lay
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
-from edgekit.quantize.gptq import add_spread, join_pieces, round_comq, shrink_moment, split_pieces
+from edgekit.quantize.gptq import add_spread, join_pieces, pick_scale, round_comq, shrink_moment, split_pieces
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import METHODS_WITHOUT_HISTOGRAM
@@ -69,31 +69,29 @@ def pack_weights(
     weights = {tensor.name: tensor for tensor in graph.initializer}
     _split_sums(graph, kept)
     chosen = [node for node in graph.node if node.name not in kept]
-    tables = {node.input[0] for node in chosen if _takes_rows(node, weights, form)}
-    heads = _find_heads(chosen, weights, tables)
+    gathers = [node for node in chosen if _takes_rows(node, weights, form)]
+    products = [node for node in chosen if _takes_blocks(node, weights)]
+    tables = {node.input[0]: weights[node.input[0]] for node in gathers}
+    # The tensor of each weight [K, N], and whether it is stored turned, as a table always is.
+    stored = {id(node): (weights[node.input[0]], True) for node in gathers}
+    stored |= {id(node): _find_stored(node, weights[node.input[1]], tables.values()) for node in products}
+    heads = {stored[id(node)][0].name: node.name for node in products}
     packed: dict[tuple[str, bool], tuple[str, str]] = {}
-    changed: list[str] = []
-    for node in chosen:
-        gathers = _takes_rows(node, weights, form)
-        if not gathers and not _takes_blocks(node, weights):
-            continue
-        tensor, turned = weights[node.input[0 if gathers else 1]], gathers or bool(_attribute(node, "transB", 0))
-        shape = _shape(tensor, turned=turned)
-        if not gathers:
-            tensor, turned = _find_twin(tensor, [weights[name] for name in tables], turned=turned)
+    changed = [node for node in chosen if id(node) in stored]
+    for node in changed:
+        tensor, turned = stored[id(node)]
+        weight = numpy_helper.to_array(tensor)
+        weight = weight.T if turned else weight
         if (tensor.name, turned) not in packed:
-            is_table = tensor.name in tables
-            reader = heads.get(tensor.name) if is_table else node.name
-            blocks = None if learned is None or reader is None else learned(reader, is_table)
-            weight = numpy_helper.to_array(tensor)
-            blocks = blocks or quantize_blocks(weight.T if turned else weight, form.bits, form.block, lpbq=form.lpbq)
+            reader = heads.get(tensor.name)
+            blocks = None if learned is None or reader is None else learned(reader, tensor.name in tables)
+            blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=form.lpbq)
             packed[tensor.name, turned] = _add_packed(graph, tensor.name, blocks, form.bits, turned=turned)
-        _replace(node, packed[tensor.name, turned], shape, form, gathers=gathers)
-        changed.append(node.name)
+        _replace(node, packed[tensor.name, turned], weight.shape, form, is_gather=node.op_type == "Gather")
     _flatten_tables(graph)
     drop_unread(graph)
     import_contrib(proto)
-    return tuple(changed)
+    return tuple(node.name for node in changed)
 
 
 def write_product(
@@ -167,7 +165,7 @@ def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
         nodes.append(node)
         if node.op_type != "Gemm" or node.name in kept or not _takes_blocks(node, weights) or not (bias := _bias(node)):
             continue
-        columns = _shape(weights[node.input[1]], turned=bool(_attribute(node, "transB", 0)))[1]
+        columns = weights[node.input[1]].dims[0 if _attribute(node, "transB", 0) else 1]
         if bias in weights and list(weights[bias].dims) == [columns]:
             continue
         product = f"{node.output[0]}_product"
@@ -185,32 +183,18 @@ def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form
     return _attribute(node, "axis", 0) in {0, -2} and tensor.dims[1] % form.block == 0
 
 
-def _find_heads(
-    nodes: Sequence[onnx.NodeProto], weights: dict[str, onnx.TensorProto], tables: Collection[str]
-) -> dict[str, str]:
-    """Returns, for each table, its tied head: the node that multiplies by a separately stored transpose of it."""
-    found: dict[str, str] = {}
-    for node in nodes:
-        if _takes_blocks(node, weights):
-            turned = bool(_attribute(node, "transB", 0))
-            twin, _ = _find_twin(weights[node.input[1]], [weights[name] for name in tables], turned=turned)
-            if twin.name in tables and twin.name != node.input[1]:
-                found[twin.name] = node.name
-    return found
-
-
-def _find_twin(
-    tensor: onnx.TensorProto, tables: Sequence[onnx.TensorProto], *, turned: bool
+def _find_stored(
+    node: onnx.NodeProto, tensor: onnx.TensorProto, tables: Iterable[onnx.TensorProto]
 ) -> tuple[onnx.TensorProto, bool]:
-    """Returns the table whose transpose is a weight [K, N], and True; else the weight itself and `turned`."""
+    """Returns the tensor that holds a product's weight [K, N], and True if it is stored turned: perhaps a table."""
+    if _attribute(node, "transB", 0):
+        return tensor, True
     # Exporters write a tied head as a Transpose of the embedding, which constant folding stores as another weight.
-    if not turned:
-        for table in tables:
-            if list(table.dims) == list(tensor.dims)[::-1]:
-                rows, weight = numpy_helper.to_array(table), numpy_helper.to_array(tensor)
-                if np.array_equal(rows.T, weight):
-                    return table, True
-    return tensor, turned
+    for table in tables:
+        is_alike = list(table.dims) == list(tensor.dims)[::-1]
+        if is_alike and np.array_equal(numpy_helper.to_array(table).T, numpy_helper.to_array(tensor)):
+            return table, True
+    return tensor, False
 
 
 def _bias(node: onnx.NodeProto) -> str:
@@ -222,11 +206,6 @@ def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
         if attribute.name == name:
             return attribute.i if attribute.type == onnx.AttributeProto.INT else attribute.f
     return default
-
-
-def _shape(tensor: onnx.TensorProto, *, turned: bool) -> tuple[int, int]:
-    first, second = tensor.dims
-    return (second, first) if turned else (first, second)
 
 
 def _add_packed(graph: onnx.GraphProto, weight: str, blocks: Blocks, bits: int, *, turned: bool) -> tuple[str, str]:
@@ -244,12 +223,12 @@ def _packed_names(name: str, bits: int, *, turned: bool) -> tuple[str, str]:
 
 
 def _replace(
-    node: onnx.NodeProto, names: tuple[str, str], shape: tuple[int, int], form: BlockForm, *, gathers: bool = False
+    node: onnx.NodeProto, names: tuple[str, str], shape: Sequence[int], form: BlockForm, *, is_gather: bool = False
 ) -> None:
-    """Turns a node into MatMulNBits, or into GatherBlockQuantized if it `gathers` rows."""
+    """Turns a product into MatMulNBits, or a Gather of rows into GatherBlockQuantized."""
     values, scales = names
     sizes: dict[str, Any] = {"bits": form.bits, "block_size": form.block}
-    if gathers:
+    if is_gather:
         op, inputs = "GatherBlockQuantized", [values, node.input[1], scales]
         sizes |= {"gather_axis": 0, "quantize_axis": 1}
     else:
@@ -283,7 +262,7 @@ def _flatten_tables(graph: onnx.GraphProto) -> None:
 
 # Tried shares of the scale that clips no weight of a block. Chosen by hand.
 _SHARES = np.linspace(1.0, 0.6, 9)
-_MIDDLE, _MOST = 8, 15
+_MIDDLE = 8
 
 
 def learn_blocks(model: Model, samples: Samples, work: Path, form: BlockForm) -> Callable[[str, bool], Blocks | None]:
@@ -342,14 +321,7 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_ta
 
 def _search_scales(weight: Array, energy: Array, form: BlockForm) -> Array:
     """Returns, for each block, the scale with the least error of rounding to nearest, [N, blocks]."""
-    block = form.block
-    _, whole = quantize_blocks(weight, 4, block, lpbq=form.lpbq)
-    parts, counted = _split_rows(weight.T, block), _split_rows(energy[None], block)
-    best, least = whole, np.full(whole.shape, np.inf)
-    for share in _SHARES:
-        scale = (whole * np.float32(share)).astype(np.float32)
-        steps = np.divide(parts, scale[..., None], out=np.zeros_like(parts), where=scale[..., None] != 0)
-        rounded = np.clip(np.rint(steps), -_MIDDLE, _MOST - _MIDDLE) * scale[..., None]
-        cost = ((parts - rounded) ** 2 * counted).sum(axis=2)
-        best, least = np.where(cost < least, scale, best), np.minimum(cost, least)
-    return snap_scales(best) if form.lpbq else np.asarray(best, np.float32)
+    _, whole = quantize_blocks(weight, 4, form.block, lpbq=form.lpbq)
+    parts, counted = _split_rows(weight.T, form.block), _split_rows(energy[None], form.block)
+    best = pick_scale(parts, [whole[..., None] * np.float32(share) for share in _SHARES], counted)[..., 0]
+    return snap_scales(best) if form.lpbq else best
