@@ -327,7 +327,7 @@ def test_tables_that_blocks_do_not_fit_stay_float(tmp_path: Path) -> None:
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g '
 
 
-def feed(**values: object) -> Tensors:
+def feed(**values: object) -> dict[str, Array]:
     return {name: np.array(value, bool if name == "c" else np.float32) for name, value in values.items()}
 
 
