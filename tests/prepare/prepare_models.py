@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import numpy_helper, parser
@@ -11,8 +12,25 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.prepare.fix import FixedModel, fix_model
+from edgekit.serialize import read_own_toml
 
 ZOO = Path(__file__).parents[3] / "shared/zoo"
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A case of a rewrite; `rewrite_cases.toml` says what each field is."""
+
+    pattern: str
+    stays: str = ""
+    contradicts: str = ""
+    unrunnable: tuple[str, ...] = ()
+    sites: int = 1
+    gone: str = ""
+    tolerance: float = 0.0
+    opset: int = 17
+
+
+CASES = read_own_toml(Path(__file__).parent / "rewrite_cases.toml", dict[str, Case])
 
 
 def make_model(

@@ -6,8 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from prepare_models import make_model
-from test_prepare_rewrites import OPSETS, WITH
+from prepare_models import CASES, make_model
 
 from edgekit.errors import EdgekitError
 from edgekit.model.model import load_model
@@ -21,9 +20,9 @@ from mutate_model import mutate_model
 @pytest.mark.fuzz
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("name", WITH)
+@pytest.mark.parametrize("name", CASES)
 def test_no_damaged_model_ends_a_rewrite_in_a_traceback(name: str, tmp_path: Path) -> None:
-    model = make_model(WITH[name], tmp_path / "m.onnx", opset=OPSETS.get(name, 17))
+    model = make_model(CASES[name].pattern, tmp_path / "m.onnx", opset=CASES[name].opset)
     data, rng = model.path.read_bytes(), Random(name)  # noqa: S311 - the damage of a test
     for _ in range(100):
         model.path.write_bytes(mutate_model(rng, data))
