@@ -164,8 +164,11 @@ def _taken_macs(nodes: Sequence[CheckedNode]) -> int:
 
 def _find_rewrite(rewrite: Rewrite, case: Case) -> Iterator[Finding]:
     """Applies a rewrite to a copy of the graph, so that the real change is checked."""
+    opset = read_opset(case.graph.model)
+    if not any(rewrite.finds(part, opset) for part in case.graph.iterate()):
+        return
     # A copy, because rewrites change the graph in place. It is small: the model was loaded without its weights.
-    copy, opset = deepcopy(case.graph.model), read_opset(case.graph.model)
+    copy = deepcopy(case.graph.model)
     if nodes := tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset)):
         drop_idle_nodes(copy.graph)
         yield Finding(nodes=nodes, changed=infer_graph(copy))

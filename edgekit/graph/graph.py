@@ -1,13 +1,13 @@
 """A model's graph, read once: nodes, constants, types and shapes of values, producers and consumers."""
 
 import functools
+import math
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
-import numpy as np
 import onnx
 
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read_array, read_constant
@@ -47,7 +47,8 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def elements(self) -> int:
         """The number of elements, with 1 for unknown dimensions; 0 if not even the rank is known."""
-        return int(np.prod([1 if dim is None else dim for dim in self.sizes])) if self.sizes is not None else 0
+        sizes = self.sizes
+        return 0 if sizes is None else math.prod(1 if dim is None else dim for dim in sizes)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -4,8 +4,7 @@ A rewrite of a node says what it needs, by `need` and `known` and by what it ask
 if something is missing.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,33 @@ Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
-    """A rewrite and its id."""
+    """A rewrite and its id.
+
+    `finds` says whether the rewrite would change a graph of an opset, and changes nothing; True may be wrong.
+    """
 
     id: str
     change: Change
+    finds: Callable[[Graph, int], bool] = lambda _graph, _opset: True
 
     def __call__(self, graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
         """Changes a graph in place, and returns the names of the nodes it changed."""
         return self.change(graph, opset)
 
 
-def rewrite(id_: str) -> Callable[[Change], Rewrite]:
-    """Decorates a function that changes a whole graph: returns it as a `Rewrite`."""
-    return lambda change: Rewrite(id=id_, change=change)
+def rewrite(id_: str, ops: Collection[str] = ()) -> Callable[[Change], Rewrite]:
+    """Decorates a function that changes a whole graph, if it has one of these operators: returns it as a `Rewrite`."""
+
+    def wrap(change: Change) -> Rewrite:
+        def has_any(nodes: Iterable[Node | onnx.NodeProto]) -> bool:
+            return not ops or any(node.op_type in ops for node in nodes)
+
+        def change_found(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+            return change(graph, opset) if has_any(graph.node) else ()
+
+        return Rewrite(id=id_, change=change_found, finds=lambda view, _opset: has_any(view.nodes))
+
+    return wrap
 
 
 def node_rewrite(id_: str, ops: Collection[str], *, since: int = 1, floats: bool = False) -> Callable[[Write], Rewrite]:
@@ -61,7 +74,14 @@ def node_rewrite(id_: str, ops: Collection[str], *, since: int = 1, floats: bool
         def change(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
             return replace_nodes(graph, opset, ops, write, floats=floats) if opset >= since else ()
 
-        return Rewrite(id=id_, change=change)
+        def finds(view: Graph, opset: int) -> bool:
+            stored = len(view.proto.initializer)
+            found = opset >= since and any(_list_written(view, opset, ops, write, floats=floats))
+            # What the rewrite would store is not kept.
+            del view.proto.initializer[stored:]
+            return found
+
+        return Rewrite(id=id_, change=change, finds=finds)
 
     return wrap
 
@@ -84,22 +104,27 @@ def replace_nodes(
     if not any(node.op_type in ops for node in graph.node):
         return ()
     view = view_part(graph, opset, folder)
-    made: dict[tuple[str, ...], Sequence[onnx.NodeProto]] = {}
-    changed: list[str] = []
+    written = {each.node.output: each for each in _list_written(view, opset, ops, write, floats=floats)}
+    if written:
+        made = {output: writer.nodes for output, writer in written.items()}
+        refill(graph.node, [new for node in graph.node for new in made.get(tuple(node.output), (node,))])
+    return tuple(writer.node.proto.name for writer in written.values())
+
+
+def _list_written(view: Graph, opset: int, ops: Collection[str], write: Write, *, floats: bool) -> Iterator["Writer"]:
+    """Yields for each node that is replaced the writer with the nodes that replace it."""
     for node in view.nodes:
         # An invalid node may lack inputs that a rewrite relies on.
         if node.op_type not in ops or not _is_valid(node, opset):
             continue
         writer = Writer(graph=view, node=node, opset=opset)
-        with contextlib.suppress(MisfitError):
+        try:
             need(not floats or (writer.dtype in FLOATS and not _is_unit(view, node)))
             write(writer)
-            need(writer.nodes)
-            made[node.output] = writer.nodes
-            changed.append(node.proto.name)
-    if changed:
-        refill(graph.node, [new for node in graph.node for new in made.get(tuple(node.output), (node,))])
-    return tuple(changed)
+        except MisfitError:
+            continue
+        if writer.nodes:
+            yield writer
 
 
 def _is_unit(graph: Graph, node: Node) -> bool:

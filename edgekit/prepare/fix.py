@@ -266,7 +266,8 @@ def fix_quantized(model: models.Model, target: Target, out: Path) -> FixedModel:
 def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, ...]:
     """Applies the rewrites of these ids in place, and returns those that changed something."""
     known = {value.name for value in proto.graph.value_info}
-    for part in models.iterate_graphs(proto.graph):
+    parts = tuple(models.iterate_graphs(proto.graph))
+    for part in parts:
         # A graph that was not optimized has Constant nodes, which are no nodes of the view that rewrites read.
         lift_constants(part)
     opset, is_inferred = read_opset(proto), False
@@ -279,7 +280,9 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
             inferred = infer_model(proto).graph.value_info
             models.refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
             is_inferred = True
-        nodes = tuple(node for graph in models.iterate_graphs(proto.graph) for node in rewrite(graph, opset))
+        # Without a body there is one graph; a rewrite may replace a body.
+        graphs = models.iterate_graphs(proto.graph) if len(parts) > 1 else parts
+        nodes = tuple(node for graph in graphs for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
             is_inferred = False

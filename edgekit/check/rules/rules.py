@@ -89,14 +89,15 @@ class When(_Strict, frozen=True, kw_only=True):
     def holds(self, subject: Subject) -> bool:
         """Returns True if every field of the condition holds for the unit."""
         unit, node, producers = subject.unit, subject.unit.node, subject.graph.producers
+        # Most rules name other operators.
+        if node.op_type in self.except_ops or (self.ops and node.op_type not in self.ops):
+            return False
         names = [operand.name for operand in unit.inputs] if self.fed_by else ()
         makers = {producers[name].op_type for name in names if name in producers}
         made = [operand.name for operand in unit.outputs] if self.feeds else ()
         readers = {reader.op_type for name in made for reader in subject.graph.readers(name)}
         return (
-            node.op_type not in self.except_ops
-            and (not self.ops or node.op_type in self.ops)
-            and self.since_min <= node.since <= self.since_max
+            self.since_min <= node.since <= self.since_max
             and (not self.forms or unit.form in self.forms)
             and all(node.attributes.get(name) in allowed for name, allowed in self.attribute.items())
             and not any(name in node.attributes for name in self.attribute_absent)
@@ -119,6 +120,9 @@ class When(_Strict, frozen=True, kw_only=True):
         )
 
 
+_ALWAYS = When()
+
+
 class BaseRule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
     """Fields of every rule: `note` is added to the reason; `fatal` means that no session can be made at all.
 
@@ -127,7 +131,7 @@ class BaseRule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
     taken, and the reason says how it computes instead of in integers.
     """
 
-    when: When = When()
+    when: When = _ALWAYS
     note: str = ""
     fatal: bool = False
     crashes: bool = False
@@ -135,7 +139,9 @@ class BaseRule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
 
     def refuse(self, subject: Subject) -> str | None:
         """Returns why the rule refuses the unit, or None if it does not or if its condition does not hold."""
-        reason = next(self._reasons(subject), None) if self.when.holds(subject) else None
+        if self.when is not _ALWAYS and not self.when.holds(subject):
+            return None
+        reason = next(self._reasons(subject), None)
         return f"{reason} ({self.note})" if reason and self.note else reason
 
     def _reasons(self, subject: Subject) -> Iterator[str]:

@@ -144,15 +144,13 @@ MOVED = frozenset({"Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpo
 """Operators past which ONNX Runtime moves Q and DQ (qdq_propagation.cc), and Flatten, which becomes a Reshape."""
 
 
-@rewrite("float-weights")
+@rewrite("float-weights", {"DequantizeLinear"})
 def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Replaces each DequantizeLinear of a constant by a float constant, where what reads it computes in float.
 
     In place; returns the names of the nodes. Weights without data become constants without data, which is enough for a
     check; those with external data stay.
     """
-    if not any(node.op_type == "DequantizeLinear" for node in graph.node):
-        return ()
     stored = {tensor.name: tensor for tensor in graph.initializer}
     shown, readers = {value.name for value in graph.output}, view_part(graph).consumers
     found = [

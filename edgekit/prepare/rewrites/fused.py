@@ -212,7 +212,7 @@ def _find_quantizers(graph: Graph, node: Node) -> Sequence[Node]:
     return read if all(each.op_type == "DequantizeLinear" for each in read) else []
 
 
-@rewrite("complete-units")
+@rewrite("complete-units", {"DequantizeLinear"})
 def complete_units(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Writes a float bias between Q and DQ nodes as int32, and a Q and DQ before a Relu, in place.
 

@@ -107,7 +107,7 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
     return False
 
 
-@rewrite("idle-relu")
+@rewrite("idle-relu", {"QuantizeLinear"})
 def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Relu that only Q nodes with the lowest zero point read, in place, and returns the nodes' names."""
     view = view_part(graph, opset)
@@ -149,7 +149,7 @@ def has_default_activations(node: Node) -> bool:
     return tuple(name.lower() for name in node.attributes.get("activations", ())) in {(), default, 2 * default}
 
 
-@rewrite("drop-copies")
+@rewrite("drop-copies", {"Concat", "Dropout", "Identity", "Transpose"})
 def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Identity, Concat of one tensor, Transpose that moves nothing, and Dropout whose mask nothing reads.
 
@@ -243,11 +243,9 @@ def leave_out_empty_inputs(writer: Writer) -> None:
         made.input[at] = ""
 
 
-@rewrite("own-constants")
+@rewrite("own-constants", {"If"})
 def own_constants(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Copies the constants that only bodies read into the bodies of an If."""
-    if not any(node.op_type == "If" for node in graph.node):
-        return ()
     view = view_part(graph, opset)
     lent = {node: list_lent_constants(view, node) for node in view.nodes if node.op_type == "If"}
     for node, names in lent.items():

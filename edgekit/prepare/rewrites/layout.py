@@ -85,7 +85,7 @@ def flatten_expand(writer: Writer) -> None:
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 
 
-@rewrite("fewer-axes")
+@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"})
 def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Rewrites Gather, Slice, Split and Transpose of five or more axes to ones of fewer, between Reshapes.
 

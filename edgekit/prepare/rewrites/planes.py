@@ -21,14 +21,14 @@ _SINCE = 5
 _ALONG = {"dilations": 1, "kernel_shape": 1, "pads": 0, "strides": 1}
 
 
-@rewrite("conv-to-planes")
+@rewrite("conv-to-planes", _POOLS | {"Conv"})
 def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Adds an axis of size 1 to Conv and pooling of [N, C, L], in place, and returns the names of the changed nodes.
 
     Elementwise operators between them, such as activations or residual sums, get it too, so that a network needs only
     two Reshapes.
     """
-    if opset < _SINCE or not any(node.op_type in _POOLS | {"Conv"} for node in graph.node):
+    if opset < _SINCE:
         return ()
     # The forms with four axes of tensors, and of constants, which layers may share.
     planes, stored = dict[str, str](), dict[str, str]()

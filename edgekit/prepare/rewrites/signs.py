@@ -17,7 +17,7 @@ from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.rewrite import rewrite
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
-from edgekit.prepare.rewrites.fused import split_qlinear, spread_quantizers
+from edgekit.prepare.rewrites.fused import LINEAR, split_qlinear, spread_quantizers
 
 UNSIGNED_WEIGHTS, INT8_ACTIVATIONS = "unsigned-weights", "int8-activations"
 _Kind = Literal["int8", "uint8"]
@@ -27,7 +27,7 @@ _TYPES = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 _UNSIGNED_OPS = frozenset({"Gemm", "MatMul"})
 
 
-@rewrite(UNSIGNED_WEIGHTS)
+@rewrite(UNSIGNED_WEIGHTS, {"DequantizeLinear"})
 def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Stores int8 weights of Gemm and MatMul as uint8, in place, and returns the names of the nodes that read them."""
     return store_weights(graph, "uint8", _UNSIGNED_OPS)
@@ -115,8 +115,9 @@ def _requantize(
     ]
 
 
-write_uint8_activations = rewrite("uint8-activations")(partial(_retype, "uint8"))
-write_int8_activations = rewrite(INT8_ACTIVATIONS)(partial(_retype, "int8"))
+_QUANTIZERS = LINEAR | {"DequantizeLinear", "QuantizeLinear"}
+write_uint8_activations = rewrite("uint8-activations", _QUANTIZERS)(partial(_retype, "uint8"))
+write_int8_activations = rewrite(INT8_ACTIVATIONS, _QUANTIZERS)(partial(_retype, "int8"))
 
 
 class _Zeros:
