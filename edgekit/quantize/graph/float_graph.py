@@ -218,6 +218,7 @@ MINIMUM_OPSET = 13
 # The file name of a graph whose large weights lie in another file beside it.
 _STORED_NAME = "float.onnx"
 WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_WITH_SHIFT = frozenset({"InstanceNormalization", "LayerNormalization"})
 _RESHAPING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 # Operators whose output keeps the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
 _MOVEMENT = _RESHAPING | {"Gather", "MaxPool", "Slice", "Split"}
@@ -347,15 +348,16 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:
-    """Copies shared biases, so that each Conv and Gemm has its own; its int32 scale follows from input and weight.
+    """Copies shared biases, so that each layer and norm has its own; its int32 scale follows from input and weight.
 
     The layers of ALBERT share biases, and exporters store equal tensors once. A bias that an Add reads too would get 8
-    bits for the Add, and ONNX Runtime computes a Gemm with such a bias in float.
+    bits for the Add, and ONNX Runtime computes a Gemm with such a bias in float. ORT's quantizer would call the fourth
+    copy of `val_17` `val_174`, the name of another tensor where PyTorch numbers them.
     """
     readers = Counter(name for node in graph.node for name in node.input)
     stored, names = {tensor.name: tensor for tensor in graph.initializer}, models.list_names(graph)
     for node in graph.node:
-        bias = node.input[2] if node.op_type in WITH_BIAS and len(node.input) > 2 else ""
+        bias = node.input[2] if node.op_type in WITH_BIAS | _WITH_SHIFT and len(node.input) > 2 else ""
         if bias not in stored or readers[bias] == 1:
             continue
         readers[bias] -= 1
