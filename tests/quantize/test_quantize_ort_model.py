@@ -77,8 +77,8 @@ def test_the_bytes_are_those_of_onnxruntimes_own_search(
 
 def test_the_copy_of_a_shared_bias_has_the_name_of_no_other_tensor(tmp_path: Path) -> None:
     """ONNX Runtime would call the first copy of b b0, as PyTorch numbers a computed tensor."""
-    norms = "n = InstanceNormalization(x, w, b) b0 = Transpose(n) b1 = Transpose(b0) y = InstanceNormalization(b1, w, b)"
-    text = f"g (float[1,4,8,8] x) => (float[1,4,8,8] y) {{ {norms} }}"
+    text = """g (float[1,4,8,8] x) => (float[1,4,8,8] y) { n = InstanceNormalization(x, w, b) b0 = Transpose(n)
+        b1 = Transpose(b0) y = InstanceNormalization(b1, w, b) }"""
     model = make_model(text, tmp_path / "norms.onnx", {"w": (4,), "b": (4,)})
     calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
     placed = onnx.ModelProto.FromString(_place(model, calibration, "qnn"))
