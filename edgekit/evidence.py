@@ -49,6 +49,22 @@ _MEANINGS = {
 Verdict = Literal["pass", "fail", "not proven"]
 
 
+class Judged:
+    """Base of reports that have a verdict."""
+
+    __slots__ = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether what was tried passes, if that can be decided."""
+        raise NotImplementedError
+
+    @property
+    def passed(self) -> bool:
+        """True if nothing failed and nothing is unproven."""
+        return self.verdict == "pass"
+
+
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """The result of checks against limits, in lines.
 

@@ -14,7 +14,7 @@ import msgspec
 from edgekit._files import digest_bytes, digest_file, read_kept, write_file
 from edgekit.app.config import App, Cell
 from edgekit.bundle.manifest import encode_json
-from edgekit.evidence import Verdict, worst_verdict
+from edgekit.evidence import Judged, Verdict, worst_verdict
 from edgekit.report import tables
 from edgekit.report.html import frame_page
 from edgekit.report.pages import make_page
@@ -113,7 +113,7 @@ RESULT = "cell.json"
 State = Literal["built", "kept", "failed"]
 
 
-class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+class CellResult(Judged, msgspec.Struct, frozen=True, kw_only=True):
     """The result of a cell: a model for a target, with the content key and the path of its bundle.
 
     `state` says whether it was built in this run, kept from an earlier one, or could not be built; `headline` is the
@@ -140,11 +140,6 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     beside: tuple[str, ...] = ()
 
-    @property
-    def passed(self) -> bool:
-        """True if there is a bundle that passed."""
-        return self.verdict == "pass"
-
 
 class PackageResult(msgspec.Struct, frozen=True, kw_only=True):
     """A package of an app; `failure` says why there is none, None if there is one."""
@@ -161,7 +156,7 @@ class PackageResult(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
 
 
-class AppReport(msgspec.Struct, frozen=True, kw_only=True):
+class AppReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
     """The result of `edgekit run`; paths are relative to the results' folder. Keys are only added, never renamed."""
 
     schema_version: Literal[1] = 1
@@ -179,11 +174,6 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
         """The worst verdict of the cells; "fail" if a package could not be made."""
         packed = ("fail" if package.failure is not None else "pass" for package in self.packages)
         return worst_verdict((*(cell.verdict for cell in self.cells), *cast("Iterable[Verdict]", packed)))
-
-    @property
-    def passed(self) -> bool:
-        """True if all passed."""
-        return self.verdict == "pass"
 
 
 def headline_app(report: AppReport) -> str:

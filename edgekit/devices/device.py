@@ -329,9 +329,6 @@ def require_device(name: str, found: _Found | Missing) -> _Found:
     return found
 
 
-Devices = Sequence[Device]
-
-
 def find_present(devices: Iterable[Device]) -> tuple[list[Device], tuple[SkippedDevice, ...]]:
     """Returns the devices that can run here, and why the others cannot."""
     present, skipped = list[Device](), list[SkippedDevice]()

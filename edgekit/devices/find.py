@@ -38,7 +38,8 @@ from edgekit.recipe import Recipe, load_targets
 from edgekit.serialize import read_toml, suggest_key
 from edgekit.target import Session, Target, load_target, target_names
 
-_DEVICES: dict[str, Device] = {
+# Those with a variant are called `device:variant`.
+DEVICES: dict[str, Device] = {
     "host": Host(),
     "host:native": Host(native=True),
     "qnn-htp-sim": QnnSimulator(),
@@ -67,11 +68,6 @@ REMOTE: dict[str, Callable[[str], Device]] = {
 _LOADERS: Mapping[str, Loader] = {"android": installed.LOADER, ios.NAME: ios.LOADER}
 
 
-def device_names() -> tuple[str, ...]:
-    """Returns the names of the devices, those with a variant as `device:variant`."""
-    return tuple(_DEVICES)
-
-
 def find_device(name: str, target: Target) -> Device:
     """Returns a device for a target; whether it can run on this machine is up to its `find_missing`.
 
@@ -84,7 +80,7 @@ def find_device(name: str, target: Target) -> Device:
         raise UsageError(words, hint=f"--on {better}, or --on host for the CPU provider")
     if not _fits(device, target):
         providers = " and ".join(sorted(device.providers))
-        fitting = ", ".join(other for other, one in _DEVICES.items() if _fits(one, target))
+        fitting = ", ".join(other for other, one in DEVICES.items() if _fits(one, target))
         words = f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}"
         raise UsageError(words, hint=f"devices of this target: {fitting}")
     return device.for_target(target)
@@ -128,7 +124,7 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
     Variants that need the same as their device, such as `arm64:native`, are left out.
     """
     listed: list[DeviceStatus] = []
-    for name, device in _DEVICES.items():
+    for name, device in DEVICES.items():
         is_variant = ":" in name and not (isinstance(device, LocalProvider) and not device.hardware)
         if is_variant or (target is not None and not _fits(device, target)):
             continue
@@ -199,8 +195,8 @@ def known_device(name: str) -> Device:
     if kind == "android" and (address in phones.cores or address in phones.phones):
         option = "cpu" if address in phones.cores else "phone"
         raise UsageError(f"'{address}' is a setting of 'android'", hint=f"--on android --set {option}={address}")
-    require_known(name, (*_DEVICES, "adb", "ssh"), f"there is no device '{name}'")
-    return _DEVICES[name]
+    require_known(name, (*DEVICES, "adb", "ssh"), f"there is no device '{name}'")
+    return DEVICES[name]
 
 
 def _fits(device: Device, target: Target) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit.check.report import CheckReport, Placed
-from edgekit.evidence import Verdict, worst_verdict
+from edgekit.evidence import Judged, Verdict, worst_verdict
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
 from edgekit.quantize import Candidate, FloatNode
@@ -16,7 +16,7 @@ from edgekit.target import Form, Precision
 from edgekit.verify.report import VerifyReport
 
 
-class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
+class BundleSummary(Judged, msgspec.Struct, frozen=True, kw_only=True):
     """The result of a build for one target.
 
     `failure` says in one line why there is no bundle; `path` is then None. `notes` say what the bundle lacks and which
@@ -56,13 +56,8 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the bundle was made and passed verification; a bundle that was not verified is not proven."""
         return "fail" if self.path is None else "not proven" if self.verify is None else self.verify.verdict
 
-    @property
-    def passed(self) -> bool:
-        """True if the bundle was made and passed verification."""
-        return self.verdict == "pass"
 
-
-class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
+class BuildReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """The report of a build for all its targets.
 
     `fixes` counts the nodes that each automatic rewrite changed in the float model. `peak_rss_bytes` is the peak of
@@ -94,11 +89,6 @@ class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         if not self.verified:
             return worst_verdict(("fail" if any(bundle.path is None for bundle in self.bundles) else "pass", goal))
         return worst_verdict((*(bundle.verdict for bundle in self.bundles), goal))
-
-    @property
-    def passed(self) -> bool:
-        """True if every bundle was made and, if verification was asked for, passed it."""
-        return self.verdict == "pass"
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ from edgekit.devices.parallel import run_each
 from edgekit.devices.process.session import Turn, open_session
 from edgekit.devices.recorded import Recording, open_recorded
 from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError, OutputError, UsageError
-from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
+from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
 from edgekit.model.tensors import Tensors, TensorSpec
@@ -257,7 +257,7 @@ class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.judgement.verdict
 
 
-class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
+class GroupReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
     """Whether a group gives on its devices what the float models give: each member by itself, and all together.
 
     It passes if every member passes and every device that ran keeps the metric's limit.
@@ -275,11 +275,6 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
         whole = Judgement(unproven=() if self.runs else ("no device ran",)).verdict
         members = self.members.values()
         return worst_verdict((whole, *(each.verdict for each in members), *(run.verdict for run in self.runs)))
-
-    @property
-    def passed(self) -> bool:
-        """True if nothing failed and nothing is unproven."""
-        return self.verdict == "pass"
 
 
 def choosing(choice: DeviceChoice) -> Callable[[Bundle], Sequence[Device]]:

@@ -13,7 +13,7 @@ from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
 from edgekit.errors import DataError
-from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
+from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
 from edgekit.serialize import NotebookPage, ready_type, to_json
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport
@@ -48,7 +48,7 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_loss: float | None = None
 
 
-class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceFigures(Judged, msgspec.Struct, frozen=True, kw_only=True):
     """One device in the comparison of devices: its worst output, its accuracy, its times, and what its provider took.
 
     `same_as` names the first device before it whose outputs were the same to the bit.
@@ -66,13 +66,8 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     same_as: str | None
 
-    @property
-    def passed(self) -> bool:
-        """True if nothing of the device failed or is unproven."""
-        return self.verdict == "pass"
 
-
-class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
+class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle gives on its devices what the float model gives.
 
     It passes if at least one device ran the target's provider, every device that ran passed, and the provider takes
@@ -171,11 +166,6 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         """Whether the bundle passes, if that can be decided."""
         whole = Judgement(failures=self.failures, unproven=self.unproven).verdict
         return worst_verdict((whole, *(run.verdict for run in self.runs)))
-
-    @property
-    def passed(self) -> bool:
-        """True if at least one device ran, every one that ran passed, and nothing else failed or is unproven."""
-        return self.verdict == "pass"
 
     @property
     def unproven(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.check.report import Placed, count_of
 from edgekit.data.samples import order_for_runs
-from edgekit.evidence import Evidence, Judgement, Verdict, join_judgements
+from edgekit.evidence import Evidence, Judged, Judgement, Verdict, join_judgements
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import INPUT, UNSTEADY, Located
@@ -214,7 +214,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
 
 
-class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
     """What one device did with the samples.
 
     `provider` is the one that the target promises. `provider_nodes` counts the nodes that each provider took, as
@@ -337,11 +337,6 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> Verdict:
         """Whether the run passes, if that can be decided."""
         return Judgement(failures=self.failures, unproven=self.unproven).verdict
-
-    @property
-    def passed(self) -> bool:
-        """True if nothing of the run failed or is unproven."""
-        return self.verdict == "pass"
 
 
 def _judge_end(run: RunReport) -> tuple[str, ...]:

@@ -71,10 +71,6 @@ class ModelComparison(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         """Returns whether `b` does what `a` does, and the metric keeps its limit."""
         return self.weigh(min_sqnr_db).verdict
 
-    def reaches(self, min_sqnr_db: float | None) -> bool:
-        """Returns True if nothing failed and nothing is unproven."""
-        return self.judge(min_sqnr_db) == "pass"
-
 
 def limit_ratio(min_sqnr_db: float | None) -> Thresholds:
     """Returns the thresholds of outputs; an SQNR limit, if given, counts in addition to what the outputs are for."""

@@ -38,11 +38,7 @@ QUICK = (Effort(runs=20, seconds=5),)
 def matmul_model(path: Path, size: int, *, times: int = 1) -> Path:
     """`times` products of square matrices, one after another."""
     products = " ".join(f"t{i + 1} = MatMul(t{i}, t{i})" for i in range(times))
-    text = (
-        f'<ir_version: 8, opset_import: ["" : 17]> g (float[{size},{size}] t0)'
-        f" => (float[{size},{size}] t{times}) {{ {products} }}"
-    )
-    return parse_model(text, path)
+    return parse_model(f"g (float[{size},{size}] t0) => (float[{size},{size}] t{times}) {{ {products} }}", path)
 
 
 class Phone(InProcess, frozen=True, kw_only=True):
@@ -89,10 +85,7 @@ def test_a_device_whose_times_mean_nothing_is_not_timed(tmp_path: Path) -> None:
 
 def test_an_input_of_more_dimensions_than_numpy_has_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
     shape = ",".join("1" * 65)
-    parse_model(
-        f'<ir_version: 8, opset_import: ["" : 17]> g (float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}',
-        tmp_path / "m.onnx",
-    )
+    parse_model(f"g (float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}", tmp_path / "m.onnx")
     for command in ("bench", "profile"):
         assert "input 'x' has 65 dimensions, numpy has 64 at most" in refused(command, "m.onnx")
 
@@ -145,8 +138,8 @@ def test_an_ort_file_is_timed(tmp_path: Path) -> None:
 
 
 def test_unknown_sizes_become_1_with_a_note(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }'
-    subject = open_subject(parse_model(text, tmp_path / "m.onnx"), tmp_path / "a", Opening())
+    model = parse_model("g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
+    subject = open_subject(model, tmp_path / "a", Opening())
     report = bench_subjects([subject], [Phone()], QUICK)
     assert report.runs[0].failure is None
     assert report.notes == ("without a --dim, 'N' ran with the size 1",)
@@ -250,11 +243,7 @@ class Echo(Phone, frozen=True, kw_only=True):
 
 
 def batched_model(path: Path) -> Path:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[N,T] x, float[4] w) => (float[N,T] y)'
-        " { s = ReduceSum(w)  y = Mul(x, s) }"
-    )
-    return parse_model(text, path)
+    return parse_model("g (float[N,T] x, float[4] w) => (float[N,T] y) { s = ReduceSum(w)  y = Mul(x, s) }", path)
 
 
 @pytest.mark.parametrize("data", [False, True])
@@ -298,8 +287,7 @@ def test_a_batch_needs_a_dynamic_first_axis(tmp_path: Path) -> None:
 
 
 def test_sizes_follow_from_the_names_in_a_formula(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x, float[K] w) => (float[B,4] y) { y = Relu(x) }'
-    path = parse_model(text, tmp_path / "m.onnx")
+    path = parse_model("g (float[B,4] x, float[K] w) => (float[B,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
     proto = onnx.load(path)
     proto.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "2*past"
     onnx.save(proto, path)

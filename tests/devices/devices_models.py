@@ -105,7 +105,7 @@ def text_model(path: Path, body: str, *, opset: int = 17, **weights: Array) -> P
 
 def make_job(
     path: Path,
-    target: str,
+    target: Target | str,
     samples: Sequence[Tensors] | None = None,
     *,
     precision: Precision = "int8",
@@ -123,7 +123,7 @@ def make_job(
     )  # fmt: skip
     return Job(
         model=path,
-        target=load_target(target),
+        target=load_target(target) if isinstance(target, str) else target,
         precision=precision,
         outputs=model.outputs,
         check=msgspec.structs.replace(UNCHECKED, node_list=nodes),

@@ -1,6 +1,7 @@
 """Faults that a device must survive: how each is caused, and a pattern for edgekit's one line of message."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from other_machine.board import Board
@@ -30,11 +31,15 @@ class Fault(NamedTuple):
     quick: bool = False
 
 
-def _program(name: str, text: str) -> Callable[[OtherMachine], None]:
+def _root(device: OtherMachine | Board) -> Path:
+    return (device.machine if isinstance(device, Board) else device).root
+
+
+def _program(name: str, text: str) -> Callable[[OtherMachine | Board], None]:
     """Puts a program into the PATH before those of the system."""
 
-    def put(machine: OtherMachine) -> None:
-        path = machine.root / "system/bin" / name
+    def put(device: OtherMachine | Board) -> None:
+        path = _root(device) / "system/bin" / name
         path.unlink(missing_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
@@ -42,17 +47,13 @@ def _program(name: str, text: str) -> Callable[[OtherMachine], None]:
     return put
 
 
-def _blocked(place: str) -> Callable[[OtherMachine], None]:
-    def put(machine: OtherMachine) -> None:
-        path = machine.root / place
+def _blocked(place: str) -> Callable[[OtherMachine | Board], None]:
+    def put(device: OtherMachine | Board) -> None:
+        path = _root(device) / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("a file where a folder should be")
 
     return put
-
-
-def _on_board(change: Callable[[OtherMachine], None]) -> Callable[[Board], None]:
-    return lambda board: change(board.machine)
 
 
 def _settings(name: str, text: str) -> Callable[[Board], None]:
@@ -90,9 +91,18 @@ _SENDING, _CHECKING = "sending files", "checking what arrived"
 _RUN, _SYNC = "wait $p", "tar -xf"
 _LOSING_TAR = _program("tar", "head -c 1000 >0; cat >/dev/null")
 _BROKEN_TAR = _program("tar", "echo tar: 0: write failed: I/O error >&2; echo tar: giving up >&2; exit 2")
-_HANG = "#!/bin/sh\nexec sleep 300\n"
+
+_OF_BOTH = (
+    Fault("disk-full", f"{_SENDING}: .* are needed .* are free", space_bytes=4 * MIB, quick=True),
+    Fault("disk-full-unseen", f"{_SENDING}: tar: .*", prepare=_program("df", _LOTS), space_bytes=4 * MIB),
+    Fault("wrong-digests", f"{_CHECKING}: .*damaged", prepare=_program("sha256sum", "cat >/dev/null; echo 00 -")),
+    Fault("rename-fails", f"{_CHECKING}: mv is broken", prepare=_program("mv", "echo mv is broken >&2; exit 1")),
+    Fault("runner-hangs", "ran out of time", program="#!/bin/sh\nexec sleep 300\n", quick=True),
+    Fault("runner-says-nonsense", "malformed", program="#!/bin/sh\ncat >/dev/null; echo hello\n"),
+)
 
 ADB_FAULTS = (
+    *_OF_BOTH,
     # Whether it is there at all.
     Fault("unauthorized", "told to trust", {"kind": "unauthorized", "times": 3}, early=True, returns=False, quick=True),
     Fault("old-android", "older than Android 7", {"kind": "banner", "text": "device::"}, early=True, returns=False),
@@ -125,13 +135,9 @@ ADB_FAULTS = (
     Fault("push-io-error", f"{_SENDING}: tar: 0: .*I/O error", prepare=_BROKEN_TAR, quick=True),
     Fault("push-lost", f"{_CHECKING}: .*damaged", prepare=_LOSING_TAR, quick=True),
     Fault("push-corrupt", f"{_CHECKING}: .*damaged", _in("corrupt", _SYNC, 5 * MIB)),
-    Fault("disk-full", f"{_SENDING}: .* are needed .* are free", space_bytes=4 * MIB, quick=True),
-    Fault("disk-full-unseen", f"{_SENDING}: tar: .*", prepare=_program("df", _LOTS), space_bytes=4 * MIB),
     Fault("no-digests", f"{_CHECKING}: ", prepare=_program("sha256sum", "echo no >&2; exit 1")),
-    Fault("wrong-digests", f"{_CHECKING}: .*damaged", prepare=_program("sha256sum", "cat >/dev/null; echo 00 -")),
     Fault("check-dropped", f"{_CHECKING}: the link broke", _out("drop", "ls -t", 15)),
     Fault("check-stalled", f"{_CHECKING}: it does not answer", _out("stall", "ls -t")),
-    Fault("rename-fails", f"{_CHECKING}: mv is broken", prepare=_program("mv", "echo mv is broken >&2; exit 1")),
     # The run.
     Fault("run-refused", "before the first outputs: ", _out("refuse", _RUN)),
     Fault("run-dropped-in", _ENDED, _in("drop", _RUN, 10_000)),
@@ -146,8 +152,6 @@ ADB_FAULTS = (
     Fault("run-last-line-cut", _ENDED, _out("close", _RUN, 44_000)),
     Fault("run-slow", "", _out("slow", _RUN, times=20, seconds=0.01)),
     Fault("run-too-slow", "ran out of time", _out("slow", _RUN, times=9999, seconds=5)),
-    Fault("runner-hangs", "ran out of time", program=_HANG, quick=True),
-    Fault("runner-says-nonsense", "malformed", program="#!/bin/sh\ncat >/dev/null; echo hello\n"),
     Fault("runner-says-nothing", "before its work was done", program="#!/bin/sh\ncat >/dev/null\n"),
     Fault("runner-floods", "malformed|larger", program="#!/bin/sh\nyes | tr -d '\\n'\n"),
     Fault("runner-is-no-program", "exit code 12[67]|before its work", program="no program at all"),
@@ -158,6 +162,7 @@ _FIRST = "connecting"
 _OTHER_KEY = "* ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAcEHPVMC6VGlXn3Kl1ZTPxX9Ac4fEcWqDxoRxXSg4hF\n"
 
 SSH_FAULTS = (
+    *_OF_BOTH,
     # Whether it is there at all.
     Fault(
         "other-host-key",
@@ -178,23 +183,13 @@ SSH_FAULTS = (
     Fault("garbled-in-key-exchange", f"{_FIRST}: ", _out("garble", after=1500)),
     Fault("command-refused", f"{_FIRST}: ", prepare=_enters("echo not today >&2; exit 1")),
     Fault("noisy-shell", "writes 'welcome'", prepare=_enters("echo welcome"), quick=True),
-    Fault("other-system", "no runner for 'Plan9 mips'", prepare=_on_board(_program("uname", "echo Plan9 mips"))),
+    Fault("other-system", "no runner for 'Plan9 mips'", prepare=_program("uname", "echo Plan9 mips")),
     # Sending files.
-    Fault("folder-blocked", f"{_LOOKING}: ", prepare=_on_board(_blocked("data/home/.cache"))),
-    Fault("no-tar", f"{_SENDING}: .*(not found|No such file)", prepare=_on_board(_program("tar", "exec /nosuch"))),
+    Fault("folder-blocked", f"{_LOOKING}: ", prepare=_blocked("data/home/.cache")),
+    Fault("no-tar", f"{_SENDING}: .*(not found|No such file)", prepare=_program("tar", "exec /nosuch")),
     Fault("push-cut", f"{_SENDING}: ", _in("cut", after=5 * MIB), quick=True),
     Fault("push-stalled", f"{_SENDING}: (it does not answer|the link broke)", _in("stall", after=5 * MIB)),
     Fault("push-garbled", f"{_SENDING}: ", _in("garble", after=5 * MIB)),
-    Fault("disk-full", f"{_SENDING}: .* are needed .* are free", space_bytes=4 * MIB),
-    Fault("disk-full-unseen", f"{_SENDING}: ", prepare=_on_board(_program("df", _LOTS)), space_bytes=4 * MIB),
-    Fault(
-        "wrong-digests",
-        f"{_CHECKING}: .*damaged",
-        prepare=_on_board(_program("sha256sum", "cat >/dev/null; echo 00 -")),
-    ),
-    Fault(
-        "rename-fails", f"{_CHECKING}: mv is broken", prepare=_on_board(_program("mv", "echo mv is broken >&2; exit 1"))
-    ),
     # The run.
     Fault("run-cut-in", _ENDED, _in("cut", after=25_000), warm=True, quick=True),
     Fault("run-cut-out", _ENDED, _out("cut", after=25_000), warm=True),
@@ -203,11 +198,9 @@ SSH_FAULTS = (
     Fault("run-slow", "", {"kind": "slow", "seconds": 0.01, "times": 30}),
     Fault("board-loses-all-processes", "before the first outputs: ", program="#!/bin/sh\nkill -9 -1\nsleep 9\n"),
     Fault("runner-killed", "exit code 137", program="#!/bin/sh\nkill -9 $$\n"),
-    Fault("runner-hangs", "ran out of time", program=_HANG),
     Fault(
         "runner-ignores-the-end",
         "ran out of time",
         program="#!/bin/sh\ntrap '' HUP TERM PIPE\nwhile :; do sleep 1; done\n",
     ),
-    Fault("runner-says-nonsense", "malformed", program="#!/bin/sh\ncat >/dev/null; echo hello\n"),
 )

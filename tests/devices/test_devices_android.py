@@ -213,7 +213,7 @@ def test_the_feature_level_is_that_of_the_release(api: int, level: int) -> None:
 def test_nnapi_itself_places_weights_per_channel_by_api_level(api: str, tmp_path: Path, work: Path) -> None:
     """Weights per channel are taken from API level 29 on."""
     target = load_target("nnapi", {"api_level": api})
-    job = msgspec.structs.replace(make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi"), target=target)
+    job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), target)
     run = require_device("android:x86_64", "nnapi").run_job(job, work)
     assert run.load_ms > 0
     assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI if int(api) >= 29 else CPU_PROVIDER}
@@ -305,8 +305,7 @@ def test_what_xnnpack_takes_and_miscomputes_is_rewritten(id_: str, body: str, tm
     for each in (model, fixed.model):
         # Without the session entry, ONNX Runtime puts the Transpose back into the Gemm.
         own, _ = disable_harmful(target, onnx.load(str(each.path)).graph)
-        job = msgspec.structs.replace(make_job(each.path, "xnnpack", samples, precision="fp32"), target=own)
-        run = run_in(device, job, tmp_path / each.path.stem)
+        run = run_in(device, make_job(each.path, own, samples, precision="fp32"), tmp_path / each.path.stem)
         wanted = CpuSession(each.path, SessionSettings()).run(samples[0])["y"]
         found.append(float(np.abs(next(iter(run.outputs))["y"] - wanted).max()))
     # If the first is small with a new version of ONNX Runtime, its kernel is right, and the rule can go.

@@ -73,8 +73,7 @@ def run_on_nnapi(
         target = msgspec.structs.replace(target, session=session)
     device = require_device("android:x86_64", target)
     assert isinstance(device, Android)
-    job = msgspec.structs.replace(make_job(path, "nnapi", rows), target=target)
-    return msgspec.structs.replace(device, driver=driver).run_job(job, work)
+    return msgspec.structs.replace(device, driver=driver).run_job(make_job(path, target, rows), work)
 
 
 def float_model(path: Path) -> Path:
@@ -95,16 +94,10 @@ def float_model(path: Path) -> Path:
         "int64[2] ends = {7, 8}, int64[2] axes = {2, 3}, int64[2] last = {2, 3}, int64[1] end = {3},"
         "int64[2] picked = {2, 0}"
     )
-    nodes = [f"y_{name} = {text}" for name, text in FLOAT_OPERATIONS.items()]
-    nodes = [
-        "flat = Flatten(x)",
-        "positive = Exp(x2)",
-        "pooled = GlobalAveragePool(x)",
-        "narrow = Squeeze(pooled, end)",
-        *nodes,
-    ]
+    first = "flat = Flatten(x) positive = Exp(x2) pooled = GlobalAveragePool(x) narrow = Squeeze(pooled, end)"
+    nodes = " ".join(f"y_{name} = {text}" for name, text in FLOAT_OPERATIONS.items())
     outputs = ", ".join(f"float y_{name}" for name in FLOAT_OPERATIONS)
-    body = f"(float[1,4,8,8] x, float[1,4,8,8] x2) => ({outputs}) <{constants}> {{ {' '.join(nodes)} }}"
+    body = f"(float[1,4,8,8] x, float[1,4,8,8] x2) => ({outputs}) <{constants}> {{ {first} {nodes} }}"
     return declare_shapes(text_model(path, body, opset=13))
 
 
@@ -125,6 +118,7 @@ def declare_shapes(path: Path, row: Tensors | None = None) -> Path:
 
 def load(network: Network, constants: bytes) -> Computer:
     """Returns a computer that has loaded a network."""
+    require_device("android:x86_64", "nnapi")
     computer = Computer()
     computer.load(msgspec.json.encode(network), io.BytesIO(constants).read)
     return computer
@@ -141,7 +135,6 @@ def compute(computer: Computer, value: bytes, *more: bytes, size: int | None = N
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceRun, list[Tensors], list[Tensors]]:
     """A run of every operation, what came back, and what ONNX Runtime's CPU provider computes in float."""
-    require_device("android:x86_64", "nnapi")
     folder = tmp_path_factory.mktemp("nnapi")
     path = float_model(folder / "float.onnx")
     rng = np.random.default_rng(6)
@@ -194,7 +187,6 @@ def network_of(code: int, operands: tuple[Operand, ...], outputs: int = 1) -> Ne
 
 
 def test_a_concat_requantizes_its_inputs_to_the_scale_of_the_output() -> None:
-    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (
         tensor(kind, 1, 4, scale=0.5), tensor(kind, 1, 4, scale=0.25, zero=3), tensor(OperandType.INT32, size=4),
@@ -207,7 +199,6 @@ def test_a_concat_requantizes_its_inputs_to_the_scale_of_the_output() -> None:
 
 
 def test_prelu_with_a_single_version_computes_signed_integers() -> None:
-    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (tensor(kind, 1, 4, scale=0.5), tensor(kind, 4, size=4, scale=0.25), tensor(kind, 1, 4, scale=0.5))
     computer = load(network_of(71, operands), np.array([1, 2, 4, 4], np.int8).tobytes())
@@ -216,7 +207,6 @@ def test_prelu_with_a_single_version_computes_signed_integers() -> None:
 
 
 def test_a_tensor_that_is_reshaped_twice_keeps_its_numbers() -> None:
-    require_device("android:x86_64", "nnapi")
     float32, one, several = OperandType.TENSOR_FLOAT32, OperandType.FLOAT32, OperandType.TENSOR_INT32
     row, column = tensor(float32, 1, 6), tensor(float32, 6, 1)
     constants = (tensor(OperandType.INT32, size=4), tensor(several, 2, size=8), tensor(one, size=4))
@@ -236,7 +226,6 @@ def test_a_tensor_that_is_reshaped_twice_keeps_its_numbers() -> None:
     ("code", "words"), [(16, "NNAPI's operation LSTM is not computed here"), (1000, "operation of number 1000")]
 )
 def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
-    require_device("android:x86_64", "nnapi")
     float32 = OperandType.TENSOR_FLOAT32
     with pytest.raises(DeviceError, match=words):
         load(network_of(code, (tensor(float32, 1), tensor(float32, 1))), b"")
@@ -244,7 +233,6 @@ def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
 
 def test_an_output_fills_the_buffer_that_is_given_for_it() -> None:
     """Else whoever asks waits for ever: for an axis without elements ONNX Runtime gives a buffer of 4096 bytes."""
-    require_device("android:x86_64", "nnapi")
     float32 = OperandType.TENSOR_FLOAT32
     none, some = (network_of(19, (tensor(float32, *shape), tensor(float32, *shape))) for shape in ((1, 0), (1, 2)))
     assert compute(load(none, b""), b"", size=4096) == bytes(4096)
@@ -314,37 +302,25 @@ def call_directly(
     flatbuffers = pytest.importorskip("flatbuffers")
     schema: Any = pytest.importorskip("ai_edge_litert.schema_py_generated")
     interpreters: Any = pytest.importorskip("ai_edge_litert.interpreter")
-    model, graph, code, operator = schema.ModelT(), schema.SubGraphT(), schema.OperatorCodeT(), schema.OperatorT()
-    model.version, model.buffers, graph.tensors = 3, [schema.BufferT()], []
-    for at, part in enumerate(parts):
-        tensor = schema.TensorT()
-        tensor.shape, tensor.name, tensor.type = (
-            list(part.shape),
-            f"p{at}".encode(),
-            getattr(schema.TensorType, part.kind),
+    buffers, tensors = [schema.BufferT()], []
+    for part in parts:
+        grid = schema.QuantizationParametersT(
+            scale=part.scales, zeroPoint=[part.zero] * len(part.scales), quantizedDimension=part.axis
         )
+        tensor = schema.TensorT(part.shape, getattr(schema.TensorType, part.kind), quantization=grid)
         if part.value is not None:
-            buffer = schema.BufferT()
-            buffer.data = np.frombuffer(part.value.tobytes(), np.uint8)
-            model.buffers.append(buffer)
-            tensor.buffer = len(model.buffers) - 1
-        if part.scales:
-            grid = schema.QuantizationParametersT()
-            grid.scale, grid.zeroPoint = list(part.scales), [part.zero] * len(part.scales)
-            grid.quantizedDimension = part.axis
-            tensor.quantization = grid
-        graph.tensors.append(tensor)
-    code.builtinCode = code.deprecatedBuiltinCode = getattr(schema.BuiltinOperator, name)
-    code.version = {"CONV_2D": 3, "DEPTHWISE_CONV_2D": 3}.get(name, 1)
-    if options:
-        operator.builtinOptionsType = getattr(schema.BuiltinOptions, options)
-        operator.builtinOptions = getattr(schema, f"{options}T")()
-        for key, value in fields.items():
-            setattr(operator.builtinOptions, key, value)
-    operator.inputs, operator.outputs = list(range(len(parts) - 1)), [len(parts) - 1]
-    graph.inputs = [at for at, part in enumerate(parts[:-1]) if part.value is None]
-    graph.outputs, graph.operators = operator.outputs, [operator]
-    model.operatorCodes, model.subgraphs = [code], [graph]
+            tensor.buffer = len(buffers)
+            buffers.append(schema.BufferT(np.frombuffer(part.value.tobytes(), np.uint8)))
+        tensors.append(tensor)
+    number = getattr(schema.BuiltinOperator, name)
+    code = schema.OperatorCodeT(number, version={"CONV_2D": 3, "DEPTHWISE_CONV_2D": 3}.get(name, 1))
+    code.builtinCode = number
+    inputs, outputs = range(len(parts) - 1), [len(parts) - 1]
+    operator = schema.OperatorT(inputs=inputs, outputs=outputs, builtinOptions=getattr(schema, f"{options}T")(**fields))
+    operator.builtinOptionsType = getattr(schema.BuiltinOptions, options)
+    variables = [at for at in inputs if parts[at].value is None]
+    graph = schema.SubGraphT(tensors, variables, outputs, [operator])
+    model = schema.ModelT(version=3, operatorCodes=[code], subgraphs=[graph], buffers=buffers)
     builder = flatbuffers.Builder(1024)
     builder.Finish(model.Pack(builder), b"TFL3")
     kernels = interpreters.OpResolverType.BUILTIN_REF
@@ -373,11 +349,9 @@ LEFT = "xq = QuantizeLinear(x, xs, xz) a = DequantizeLinear(xq, xs, xz)"
 RIGHT = "uq = QuantizeLinear(u, ys, yz) c = DequantizeLinear(uq, ys, yz)"
 CHANNELS = "w = DequantizeLinear<axis=0>(%s, cs, cz) v = DequantizeLinear<axis=0>(b, bc, bz4)"
 TENSOR = "w = DequantizeLinear(%s, ws, wz) v = DequantizeLinear(%s, bs, bz)"
-ON_GRID, ON_UNIT = (
-    "yq = QuantizeLinear(r, ys, yz) y = DequantizeLinear(yq, ys, yz)",
-    ("yq = QuantizeLinear(r, unit, low) y = DequantizeLinear(yq, unit, low)"),
+ON_GRID, ON_UNIT, ON_INPUT = (
+    f"yq = QuantizeLinear(r, {grid}) y = DequantizeLinear(yq, {grid})" for grid in ("ys, yz", "unit, low", "xs, xz")
 )
-ON_INPUT = "yq = QuantizeLinear(r, xs, xz) y = DequantizeLinear(yq, xs, xz)"
 BODIES = {
     "add": f"{RIGHT} r = Add(a, c) {ON_GRID}",
     "mul": f"{RIGHT} r = Mul(a, c) {ON_GRID}",
@@ -420,34 +394,27 @@ def direct(name: str, x: Array, u: Array) -> Array:
 
 
 def _convolve(name: str, left: Part, source: Array, grid: dict[str, Any]) -> Array:
-    fields: dict[str, Any] = {"padding": 0 if name == "conv" else 1, "strideW": 1, "strideH": 1}
-    fields |= {"dilationWFactor": 1, "dilationHFactor": 1}
-    size = 8 if name == "conv" else 6
-    out = Part((1, size, size, 4), left.kind, **grid)
-    scales = tuple(float(scale) for scale in CHANNEL_SCALES)
-    products = tuple(float(scale * np.float32(X_SCALE)) for scale in CHANNEL_SCALES)
+    fields: dict[str, Any] = {"padding": 1, "strideW": 1, "strideH": 1, "dilationWFactor": 1, "dilationHFactor": 1}
+    scales, kind, zero, axis, size = tuple(CHANNEL_SCALES.tolist()), "INT8", 0, 0, 6
+    weight: Array = CONV_S8.transpose(0, 2, 3, 1)
+    operator = "CONV_2D"
     if name == "depthwise":
-        weight: Array = DEPTHWISE.transpose(1, 2, 3, 0)
-        filter_part = Part(weight.shape, "INT8", scales, 0, np.ascontiguousarray(weight), 3)
-        bias = Part((4,), "INT32", products, 0, BIAS[:4])
+        operator, weight, axis = "DEPTHWISE_CONV_2D", DEPTHWISE.transpose(1, 2, 3, 0), 3
         fields["depthMultiplier"] = 1
-        return call_directly(
-            "DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions", fields, [left, filter_part, bias, out], [source]
-        )
-    if name == "channels":
-        weight = CONV_S8.transpose(0, 2, 3, 1)
-        filter_part = Part(weight.shape, "INT8", scales, 0, np.ascontiguousarray(weight))
-        bias = Part((4,), "INT32", products, 0, BIAS[:4])
-    else:
-        weight = CONV_U8.transpose(0, 2, 3, 1)
-        filter_part = Part(weight.shape, "UINT8", (WEIGHT_SCALE,), WEIGHT_ZERO, np.ascontiguousarray(weight))
-        bias = Part((4,), "INT32", (float(np.float32(WEIGHT_SCALE) * np.float32(X_SCALE)),), 0, BIAS[:4])
-    return call_directly("CONV_2D", "Conv2DOptions", fields, [left, filter_part, bias, out], [source])
+    elif name == "conv":
+        weight, scales, kind, zero, size = CONV_U8.transpose(0, 2, 3, 1), (WEIGHT_SCALE,), "UINT8", WEIGHT_ZERO, 8
+        fields["padding"] = 0
+    products = tuple(float(np.float32(scale) * np.float32(X_SCALE)) for scale in scales)
+    parts = [
+        left, Part(weight.shape, kind, scales, zero, np.ascontiguousarray(weight), axis),
+        Part((4,), "INT32", products, 0, BIAS[:4]), Part((1, size, size, 4), left.kind, **grid),
+    ]  # fmt: skip
+    options = "DepthwiseConv2DOptions" if name == "depthwise" else "Conv2DOptions"
+    return call_directly(operator, options, fields, parts, [source])
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_an_integer_operation_is_tflite_s_to_the_bit(name: str, tmp_path: Path, work: Path) -> None:
-    require_device("android:x86_64", "nnapi")
     inputs = "float[1,4,8,8] x" + (", float[1,4,8,8] u" if name in {"add", "mul"} else "")
     path = text_model(tmp_path / "q.onnx", f"({inputs}) => (float y) <{CONSTANTS}> {{ {LEFT} {BODIES[name]} }}")
     rng = np.random.default_rng(9)

@@ -12,7 +12,6 @@ from test_devices_android_nnapi import FLOAT_OPERATIONS, compute, float_model, l
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, write_ort
-from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI, X86_64, Android
 from edgekit.devices.android.nnapi.network import Driver, OperandType
 from edgekit.devices.device import DeviceRun
@@ -74,7 +73,6 @@ def test_half_precision_rounds_the_inputs_and_outputs_of_each_operation(tmp_path
 
 def test_a_relaxed_network_computes_in_half_precision() -> None:
     """A value beyond 65504 becomes infinite, as on a phone; a sum of halves is rounded once."""
-    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_FLOAT32
     operands = (tensor(kind, 4), tensor(kind, 4, size=16), tensor(OperandType.INT32, size=4), tensor(kind, 4))
     network = msgspec.structs.replace(network_of(0, operands), relaxed=True)
@@ -122,10 +120,9 @@ def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) ->
     found: dict[str, DeviceRun] = {}
     for layout in ("NHWC", "NCHW"):
         for cpu in ("on", "off"):
-            job = make_job(path, "nnapi")
-            target = load_target("nnapi", {"api_level": "31", "layout": layout, "cpu": cpu})
+            job = make_job(path, load_target("nnapi", {"api_level": "31", "layout": layout, "cpu": cpu}))
             device = Android(cpu=X86_64, driver=Driver(refused=("TRANSPOSE",)))
-            found[layout + cpu] = run_in(device, msgspec.structs.replace(job, target=target), work / f"{layout}{cpu}")
+            found[layout + cpu] = run_in(device, job, work / f"{layout}{cpu}")
     assert [key for key, run in found.items() if run.failure] == ["NHWCoff"]
     assert any("2 TRANSPOSE" in note for note in found["NHWCon"].notes)
     assert not any("TRANSPOSE" in note for note in found["NCHWon"].notes)
@@ -146,7 +143,6 @@ def test_a_driver_of_an_older_feature_level_takes_fewer_operations(
 @pytest.mark.parametrize("code", [1, 17])
 def test_pooling_over_pads_is_that_of_integers(kind: OperandType, pads: tuple[int, ...], code: int) -> None:
     """The mean of what lies inside, rounded half up, and the maximum of it: to the bit."""
-    require_device("android:x86_64", "nnapi")
     (left, right, top, bottom), window, stride = pads, 3, 2
     height, width = (6 + top + bottom - window) // stride + 1, (7 + left + right - window) // stride + 1
     numbers = [left, right, top, bottom, stride, stride, window, window, 0]
@@ -175,7 +171,6 @@ def _mean(inside: Array) -> Array:
 
 
 def test_pooling_over_nothing_is_refused() -> None:
-    require_device("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_FLOAT32
     numbers = [3, 0, 0, 0, 1, 1, 2, 2, 0]
     operands = (
@@ -200,8 +195,7 @@ def test_saved_fusions_skip_the_transposes_of_a_changed_layout(
         " y = QuantizeLinear(f, t, z) }",
     )
     rows = [{"x": np.random.default_rng(4).integers(0, 255, (1, 3, 3, 3)).astype(np.uint8)}]
-    target, samples = load_target("nnapi"), Samples(source="rows", count=1, read=lambda: iter(rows))
-    job = msgspec.structs.replace(make_job(path, "nnapi"), target=target, samples=samples)
+    job = make_job(path, "nnapi", rows)
     write_ort(load_model(path), tmp_path / "m.ort", OrtOptions(style="runtime", cpu="arm", level=level))
     require_device("android:x86_64", "nnapi")
     android = Android(cpu=X86_64, evidence=Evidence.SAME_EP)

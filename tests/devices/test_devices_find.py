@@ -14,12 +14,12 @@ from devices_models import Watched, float_conv, make_job
 
 from edgekit._ort import TESTED_VERSIONS, VERSION
 from edgekit.devices.find import (
+    DEVICES,
     DeviceChoice,
     NamedDevice,
     address_of,
     choose_devices,
     default_target,
-    device_names,
     find_device,
     holding_place,
     install_device,
@@ -69,7 +69,7 @@ def test_a_cpu_has_higher_evidence_for_the_target_whose_provider_it_runs(name: s
 
 
 def test_every_name_finds_its_device() -> None:
-    for name in device_names():
+    for name in DEVICES:
         assert find_device(name, default_target(name)).name.partition(":")[0] == name.partition(":")[0]
         assert find_device(name, default_target(name, first="nnapi")).name.partition(":")[0] == name.partition(":")[0]
     names = [default_target(name, first="nnapi").name for name in ("host", "android", "qnn-htp-sim", "ios-sim")]

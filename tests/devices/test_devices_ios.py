@@ -179,8 +179,8 @@ def test_check_holds_its_rules_against_the_provider(tmp_path: Path) -> None:
 def test_the_format_neural_network_is_placed_and_not_computed(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     """Nothing computes it here: a device that refused it would say "fail" of a bundle that may be right."""
     target = load_target("coreml", {"model_format": "NeuralNetwork"})
-    job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
-    run = device.run_job(msgspec.structs.replace(job, target=target), work)
+    job = make_job(float_conv(tmp_path / "f.onnx"), target, precision="fp32")
+    run = device.run_job(job, work)
     assert "the model is a neural network: edgekit computes ML Programs only" in str(run.failure)
     missing = present(find_device("ios-sim", target).find_missing())
     assert missing.command is None

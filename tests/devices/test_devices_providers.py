@@ -18,9 +18,9 @@ from edgekit.check.check import check_model
 from edgekit.devices import observe
 from edgekit.devices.device import Job, Missing
 from edgekit.devices.find import (
+    DEVICES,
     choose_here,
     default_target,
-    device_names,
     find_device,
     list_devices,
     load_target_here,
@@ -57,8 +57,7 @@ needs_openvino = pytest.mark.skipif(
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    job = make_job(float_conv(tmp_path / "conv.onnx"), "cpu")
-    return msgspec.structs.replace(job, target=default_target("host:cuda"))
+    return make_job(float_conv(tmp_path / "conv.onnx"), default_target("host:cuda"))
 
 
 @pytest.fixture
@@ -71,12 +70,12 @@ def built_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_row_of_the_table_is_a_device_that_runs_its_provider() -> None:
     for name, row in PROVIDERS.items():
-        assert name in device_names()
+        assert name in DEVICES
         assert default_target(name).provider == row.name
         assert bool(row.module) != bool(row.parts or row.systems == ("win32",)), "a plug-in, or built in"
     with pytest.raises(UsageError, match=f"'host:cuda' runs {CUDA}, and target 'qnn' uses"):
         find_device("host:cuda", load_target("qnn"))
-    assert {"openvino:cpu", "openvino:gpu", "openvino:npu"} <= set(device_names())
+    assert {"openvino:cpu", "openvino:gpu", "openvino:npu"} <= DEVICES.keys()
     assert find_device("openvino:npu", default_target("openvino:npu")).evidence is Evidence.DEVICE
     listed = {status.name for status in list_devices()}
     assert {"openvino", "host:cuda", "host:directml"} <= listed

@@ -173,7 +173,7 @@ def error_in_steps(model: Path, soc: str, work: Path) -> float:
     device = require_device("qnn-htp-sim", target)
     rng = np.random.default_rng(1)
     samples: list[Tensors] = [{"x": rng.uniform(-3, 3, (1, 4, 64)).astype(np.float32)} for _ in range(3)]
-    run = run_in(device, msgspec.structs.replace(make_job(model, "qnn", samples), target=target), work)
+    run = run_in(device, make_job(model, target, samples), work)
     assert (run.failure, run.notes) == (None, ())
     session = CpuSession(model, SessionSettings())
     pairs: list[tuple[Array, Array]] = [
@@ -513,7 +513,7 @@ def write_lstm(path: Path, direction: str = "forward") -> Path:
     """Writes an LSTM of 24 steps with weights of usual sizes."""
     rng, turns = np.random.default_rng(0), 2 if direction == "bidirectional" else 1
     shapes = {"w": (turns, 128, 16), "r": (turns, 128, 32), "b": (turns, 256)}
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[24,1,16] x) => (float[24,{turns},1,32] y)
+    text = f"""(float[24,1,16] x) => (float[24,{turns},1,32] y)
         {{ y = LSTM<hidden_size=32, direction="{direction}">(x, w, r, b) }}"""
     weights = {name: rng.uniform(-0.35, 0.35, shape).astype(np.float32) for name, shape in shapes.items()}
     return save_net(text, path, **weights).path
@@ -560,8 +560,7 @@ def test_an_old_htp_takes_a_weight_of_16_bits_as_the_sum_of_two(tmp_path: Path) 
     plan = plan_quantization(model, calibration, target, "int16")
     wide = msgspec.structs.replace(plan, bits={"w": 16})
     quantized = quantize_model(model, wide, calibration, tmp_path / "q.onnx").model
-    job = msgspec.structs.replace(make_job(quantized.path, "qnn", rows[:1]), target=target)
-    run = run_in(require_device("qnn-htp-sim", target), job, tmp_path / "run")
+    run = run_in(require_device("qnn-htp-sim", target), make_job(quantized.path, target, rows[:1]), tmp_path / "run")
     assert (run.failure, run.notes) == (None, ())
     wanted = CpuSession(model.path, SessionSettings()).run(rows[0])["y"]
     distance = wanted - next(iter(run.outputs))["y"]

@@ -258,8 +258,7 @@ def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_program("g++", "g++")
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y) { y = Relu(x) }'
-    model = parse_model(text, tmp_path / "m.onnx")
+    model = parse_model("g (float[1,8] x) => (float[1,8] y) { y = Relu(x) }", tmp_path / "m.onnx")
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
     told = {"device_id": "1", "gpu_mem_limit": "1073741824", "max_workspace_size": "65536"}
     recipe = Recipe(targets=("tensorrt",), precision="fp32", settings=told)

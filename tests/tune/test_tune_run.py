@@ -67,11 +67,8 @@ def branches(path: Path) -> Path:
     products = " ".join(
         f"t{i} = MatMul(x, x)" if i == 0 else f"s{i} = Add(x, x) t{i} = MatMul(s{i}, x)" for i in range(8)
     )
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[128,128] x) => (float[128,128] y)'
-        f" {{ {products} y = Sum({', '.join(f't{i}' for i in range(8))}) }}"
-    )
-    return parse_model(text, path)
+    total = f"y = Sum({', '.join(f't{i}' for i in range(8))})"
+    return parse_model(f"g (float[128,128] x) => (float[128,128] y) {{ {products} {total} }}", path)
 
 
 def tuned(setting: SessionSetting, **machine: object) -> TunedSession:
@@ -102,8 +99,7 @@ def test_a_setting_beyond_reason_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_graph_with_branches_is_told_from_a_chain(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y) { a = Relu(x) y = Add(a, x) }'
-    chain = parse_model(text, tmp_path / "chain.onnx")
+    chain = parse_model("g (float[1,8] x) => (float[1,8] y) { a = Relu(x) y = Add(a, x) }", tmp_path / "chain.onnx")
     host = find_device("host", load_target("cpu"))
     jobs = [open_subject(path, tmp_path, Opening()).job_for(host) for path in (chain, branches(tmp_path / "b.onnx"))]
     assert [has_branches(job) for job in jobs] == [False, True]

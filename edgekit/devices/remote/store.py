@@ -281,7 +281,8 @@ def remove_folder(shell: Shell, base: str, name: str) -> None:
 
 def _script_removals(base: str, names: Sequence[str]) -> str:
     """Returns the script lines that kill the programs of folders, if they still run, and remove the folders."""
-    ours = f"{{ [ ! -r /proc/$p/cmdline ] || grep -q {shlex.quote(base)} /proc/$p/cmdline; }}"
+    # A program that became another one keeps TMPDIR, which lies in the folder.
+    ours = f"{{ [ ! -r /proc/$p/cmdline ] || grep -qs {shlex.quote(base)} /proc/$p/cmdline /proc/$p/environ; }}"
     return "".join(
         f"[ -f {name}/pid ] && read -r p < {name}/pid && {ours} && {{ {_KILL}; }}\nrm -rf {name}\n" for name in names
     )

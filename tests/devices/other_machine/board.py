@@ -9,11 +9,10 @@ import socket
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Generator
 from pathlib import Path
 
-from other_machine.machine import OtherMachine, require, start_machine
+from other_machine.machine import OtherMachine, require, start_machine, wait_for
 from other_machine.wire import Wire
 
 _ENTER = """#!/bin/sh
@@ -92,7 +91,7 @@ def ssh_board(*, arm: bool, space_bytes: int = 512 << 20) -> Generator[Board]:
         try:
             board = Board(machine, wire, folder, server)
             board.set_enter()
-            _wait_for(wire.target)
+            wait_for(socket.AF_INET, ("127.0.0.1", wire.target))
             yield board
         finally:
             wire.cut()  # or its processes would wait for a client that is stalled
@@ -125,12 +124,3 @@ def _free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError
-
-
-def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.02)
-    raise TimeoutError(port)

@@ -5,11 +5,10 @@ import os
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from other_machine.machine import OtherMachine, require
+from other_machine.machine import OtherMachine, require, wait_for
 
 
 class Adb:
@@ -52,18 +51,8 @@ def adb_server() -> Generator[Adb]:
                 env={**os.environ, **environment, "HOME": f"{folder}/home"},
             )  # fmt: skip
         try:
-            _wait_for(f"{folder}/adb.sock")
+            wait_for(socket.AF_UNIX, f"{folder}/adb.sock")
             yield Adb(environment)
         finally:
             server.kill()
             server.wait()
-
-
-def _wait_for(path: str) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(path)
-            return
-        time.sleep(0.01)
-    raise TimeoutError(path)

@@ -88,10 +88,10 @@ def _fill_native(root: Path, getprop: str) -> None:
         elif entry.is_dir() and entry.name not in _OWN:
             place.mkdir()
             _mount("--rbind", str(entry), str(place))
-    for name in ("proc", "dev"):
+    for name in ("proc", "dev", "data"):
         (root / name).mkdir()
-        _mount("--rbind", f"/{name}", str(root / name))
-    (root / "data").mkdir()
+    _mount("-t", "proc", "proc", str(root / "proc"))
+    _mount("--rbind", "/dev", str(root / "dev"))
     (root / "system/bin").mkdir(parents=True)
     (root / "system/bin/sh").symlink_to("/bin/sh")
     (root / "system/bin/getprop").write_text(getprop)

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -109,6 +110,17 @@ def require(program: str, package: str) -> str:
     if path is None:
         pytest.skip(f"{program} not found: apt-get install {package}")
     return path
+
+
+def wait_for(family: socket.AddressFamily, address: tuple[str, int] | str) -> None:
+    """Waits until a server takes connections at an address."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.connect(address)
+            return
+        time.sleep(0.02)
+    raise TimeoutError(address)
 
 
 def arm_root() -> Path:

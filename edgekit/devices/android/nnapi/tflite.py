@@ -7,7 +7,7 @@ import flatbuffers
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, name_operation
+from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, Operand, OperandType, name_operation
 from edgekit.errors import DeviceError, MissingExtraError
 from edgekit.machine import spell_install
 from edgekit.model.tensors import Array
@@ -18,14 +18,6 @@ INSTALL_LITERT = spell_install("ai-edge-litert==2.3.0")
 # Operator versions that features need, such as per-channel weights and zero points of weights. All other operators get
 # version 1, which LiteRT's kernels accept: they look at the types of tensors, not at the version.
 _VERSIONS = {"CONV_2D": 5, "DEPTHWISE_CONV_2D": 6, "FULLY_CONNECTED": 7, "RESHAPE": 1, "CAST": 1}
-
-
-_ELEMENT_TYPES = {
-    OperandType.TENSOR_FLOAT32: "FLOAT32", OperandType.TENSOR_INT32: "INT32", OperandType.FLOAT32: "FLOAT32",
-    OperandType.TENSOR_QUANT8_ASYMM: "UINT8", OperandType.INT32: "INT32", OperandType.TENSOR_BOOL8: "BOOL",
-    OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL: "INT8", OperandType.TENSOR_QUANT8_ASYMM_SIGNED: "INT8",
-    OperandType.TENSOR_FLOAT16: "FLOAT16",
-}  # fmt: skip
 
 
 class ModelBuilder:
@@ -87,7 +79,7 @@ class ModelBuilder:
         """Adds a tensor for an operand, with its value if it is constant."""
         # In a network with int8 tensors, uint8 ones are stored as int8 too, with 128 subtracted.
         as_int8 = operand.type == OperandType.TENSOR_QUANT8_ASYMM and self.is_signed
-        if (kind := OperandType(operand.type)) not in _ELEMENT_TYPES:
+        if (kind := OperandType(operand.type)) not in NUMPY_TYPES:
             raise DeviceError(f"NNAPI's operands of kind {kind.name} are not computed here", hint="use another device")
         fields: dict[str, Any] = {}
         if value is not None:
@@ -104,8 +96,8 @@ class ModelBuilder:
                 zeroPoint=[operand.zero_point - (128 if as_int8 else 0)] * len(scales),
                 quantizedDimension=operand.channel_dimension,
             )
-        element = getattr(self.schema.TensorType, "INT8" if as_int8 else _ELEMENT_TYPES[kind])
-        return self._add_tensor(operand.shape, element, **fields)
+        name = "INT8" if as_int8 else np.dtype(NUMPY_TYPES[kind]).name.upper()
+        return self._add_tensor(operand.shape, getattr(self.schema.TensorType, name), **fields)
 
     def constant(self, value: Array) -> int:
         """Adds a constant int32 operand that the NNAPI network does not have, and returns its index."""

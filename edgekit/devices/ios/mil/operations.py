@@ -213,15 +213,6 @@ def _reduce(formula: Callable[..., Array]) -> Compute:
     )
 
 
-_REDUCTIONS: Mapping[str, Callable[..., Array]] = {
-    "max": np.max,
-    "mean": np.mean,
-    "min": np.min,
-    "prod": np.prod,
-    "sum": np.sum,
-}
-
-
 def _multiply(given: Arguments) -> Array:
     x, y = given.tensor("x"), given.tensor("y")
     x = np.swapaxes(x, -1, -2) if given.flag("transpose_x") else x
@@ -395,7 +386,7 @@ def _pool(given: Arguments, op: str, **attributes: int) -> Array:
 OPERATIONS: Mapping[str, Compute] = {
     **{name: _apply(formula, "x") for name, formula in _UNARY.items()},
     **{name: _apply(formula, "x", "y") for name, formula in _BINARY.items()},
-    **{f"reduce_{name}": _reduce(formula) for name, formula in _REDUCTIONS.items()},
+    **{f"reduce_{name}": _reduce(getattr(np, name)) for name in ("max", "mean", "min", "prod", "sum")},
     "avg_pool": lambda given: _pool(
         given, "AveragePool", count_include_pad=int(not given.flag("exclude_padding_from_average"))
     ),
