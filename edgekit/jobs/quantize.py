@@ -40,8 +40,8 @@ from edgekit.quantize.calibration.calibrate import CalibrationOptions, calibrate
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
-from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
-from edgekit.quantize.mixed_precision.plan_search import Search, Searched
+from edgekit.quantize.mixed_precision.goal_search import find_plan
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched, write_chosen
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.mixed_precision.trials import State, open_state
 from edgekit.quantize.qdq import plan_calibration

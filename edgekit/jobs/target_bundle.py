@@ -31,9 +31,10 @@ from edgekit.prepare.fix import QNN_NOTES, fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
-from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
-from edgekit.quantize.mixed_precision.plan_search import SAME_SHARE, Search, Searched
-from edgekit.quantize.plan import FloatNode, NarrowConstants, draft_plan
+from edgekit.quantize.mixed_precision.goal_search import find_plan
+from edgekit.quantize.mixed_precision.placement import FLOAT_ONLY, STOPPING
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched, write_chosen
+from edgekit.quantize.plan import NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_answers, describe_narrow, describe_prediction, list_large
 from edgekit.target import INTEGERS, Precision, Target
@@ -41,22 +42,16 @@ from edgekit.verify.layers.comparison import compare_with_float
 from edgekit.verify.metrics.compare import read_list
 from edgekit.verify.report import Step
 
-# Keeping one node in float may make another one stop the session. Each attempt applies and checks the plan once: 1.5 s
-# for YOLOv8n, which needs five attempts.
-_MAX_ATTEMPTS = 12
-
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """A way to make the model of a target; `ready_bundles` tries several, the best first.
 
-    The nodes in `kept` stay float, because quantized they would stop the session. The plan "best" is the one that
-    planning chose; "wide" is that with float constants in 32 bits; "plain" has min-max ranges, and weights rounded to
-    nearest.
+    The plan "best" is the one that planning chose; "wide" is that with float constants in 32 bits; "plain" has min-max
+    ranges, and weights rounded to nearest.
     """
 
     precision: Precision
     is_rewritten: bool = True
-    kept: tuple[str, ...] = ()
     plan: Literal["best", "wide", "plain"] = "best"
 
 
@@ -86,12 +81,11 @@ class _Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NoSessionError(ModelError):
-    """By the rules the provider makes no session, because of the nodes in `stopping`; those in `left` it leaves out."""
+    """By the rules the provider makes no session."""
 
     def __init__(self, strategy: Strategy, target: Target, check: CheckReport, *, hint: str) -> None:
-        self.stopping, cause = find_stopping(check)
+        cause = find_stopping(check)[1]
         super().__init__(f"no session of the {strategy.precision} model starts on {target.name} {cause}", hint=hint)
-        self.left = {node.name for node in check.node_list if not node.taken}
 
 
 def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
@@ -101,10 +95,8 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
     this order:
 
     1. the rewrites for the target;
-    2. integers for the nodes that stop the session, which stay in float (before the rewrites, if the target takes more
-       of the work with them);
-    3. constants of float nodes stored as integers, then the ranges and the rounding that the plan chose;
-    4. the precision, unless the user named one.
+    2. constants of float nodes stored as integers, then the ranges and the rounding that the plan chose;
+    3. the precision, unless the user named one.
 
     A note says what was given up, and the first reason.
 
@@ -141,8 +133,6 @@ def _describe_loss(first: Strategy, strategy: Strategy) -> str:
     """Returns as text what `strategy` gives up in comparison with the `first` one."""
     lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
     lost += ["left as it is"] if first.is_rewritten and not strategy.is_rewritten else []
-    if strategy.kept:
-        lost.append(f"{count_staying(len(strategy.kept))} in float ({', '.join(strategy.kept[:3])})")
     plans = {"wide": "constants keep 32 bits", "plain": "quantized with exact ranges and plain rounding"}
     return ", ".join([*lost, *([plans[strategy.plan]] if strategy.plan in plans else [])])
 
@@ -164,25 +154,11 @@ class _Strategies:
         for precision in self._list_precisions():
             strategy = Strategy(precision=precision)
             yield strategy
-            failure = self.failed
             takes_plans = precision in INTEGERS and not self._inputs.is_quantized
             fixed = self._fixed.get(precision not in INTEGERS, self._inputs)
             unrewritten = [] if fixed is self._inputs else [Strategy(precision=precision, is_rewritten=False)]
-            # Rewrites with which the target takes more of the work are worth more than a few quantized nodes.
-            check = partial(check_model, target=self._target, advises=False)
-            is_last = bool(unrewritten) and (
-                check(fixed.prepared).taken_macs > check(self._inputs.prepared).taken_macs + SAME_SHARE
-            )
-            yield from () if is_last else unrewritten
+            yield from unrewritten
             planned = self._plans.get(strategy.is_rewritten)
-            for _ in range(_MAX_ATTEMPTS if takes_plans else 0):
-                more = self._keep_more(strategy, failure) if isinstance(failure, _NoSessionError) else ()
-                if not more:
-                    break
-                strategy = msgspec.structs.replace(strategy, kept=(*strategy.kept, *more))
-                yield strategy
-                failure = self.failed
-            yield from unrewritten if is_last else ()
             if not takes_plans or planned is None or isinstance(self.failed, _NoSessionError):
                 continue
             if planned.plan.narrow.bits:
@@ -224,28 +200,6 @@ class _Strategies:
         # A precision that the user asked for is never replaced.
         lower: list[Precision] = [each for each in target.precisions if each not in INTEGERS and each != wanted]
         return (wanted, *lower) if self._job.recipe.precision == "auto" else (wanted,)
-
-    def _keep_more(self, strategy: Strategy, failure: _NoSessionError) -> tuple[str, ...]:
-        """Returns further nodes to keep in float, so that no node that stops the session is in a quantized node unit.
-
-        A node unit (DQ, operator, Q) needs all its inputs quantized, so one neighbour in float breaks it up. Neighbours
-        that the provider leaves to the CPU anyway are tried first.
-        """
-        graph = read_graph(self._fix(strategy).prepared)
-        floats = {node.name for node in self._plans[strategy.is_rewritten].plan.float_nodes}
-        region = [node for node in graph.nodes if node.name in failure.stopping]
-        # ONNX Runtime moves Q and DQ nodes past operators that only move elements, so the pair may be several nodes
-        # away: the region grows until there is a node to add.
-        while True:
-            names = {node.name for node in region}
-            makers = {graph.producers[name].name for node in region for name in node.input if name in graph.producers}
-            readers = {node.name for each in region for name in each.output for node in graph.readers(name)}
-            for wider in (names | makers & failure.left, names | makers, names | makers | readers):
-                if added := wider - floats - {*strategy.kept}:
-                    return tuple(node.name for node in graph.nodes if node.name in added)
-            if wider == names:
-                return ()
-            region = [node for node in graph.nodes if node.name in wider]
 
     def _refuse(self, strategy: Strategy, check: CheckReport) -> None:
         if not check.is_refused:
@@ -289,6 +243,9 @@ class _Strategies:
             failed = self._job.memo.budget.failed.items()
             notes += [*planned.notes, *(f"left out, since it failed: {step} ({why})" for step, why in failed)]
             notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
+            for reason in (STOPPING, FLOAT_ONLY):
+                names = [node.name for node in plan.float_nodes if node.reason == reason]
+                notes += [f"{count_staying(len(names))} in float ({', '.join(names[:3])}): {reason}"] if names else []
             notes += list_large("in 16 bits, which 8 bits do not hold", quantized.wide_constants)
         check = check_model(model, target)
         if not inputs.is_quantized:
@@ -350,19 +307,14 @@ class _Strategies:
 def change_plan(
     plan: QuantPlan, strategy: Strategy, prepared: Model, calibration: Calibration | ModelError | None, target: Target
 ) -> QuantPlan:
-    """Returns a plan changed for a strategy: its `kept` nodes stay float, and "wide" and "plain" simplify it."""
+    """Returns a plan simplified for a strategy: see "wide" and "plain" there."""
     if strategy.plan != "best":
         plan = msgspec.structs.replace(plan, narrow=NarrowConstants())
     if strategy.plan == "plain" and isinstance(calibration, Calibration):
         # A new draft is needed, because equalization renames shared weights, and a plan refers to names.
         draft = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, target, plan.precision)
         plan = msgspec.structs.replace(draft, float_nodes=plan.float_nodes, wide=plan.wide)
-    floats = {node.name: node for node in plan.float_nodes}
-    for node in read_graph(prepared).nodes if strategy.kept else ():
-        if node.name in strategy.kept:
-            reason = "in integers it would stop the session"
-            floats.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))
-    return msgspec.structs.replace(plan, float_nodes=tuple(floats.values()))
+    return plan
 
 
 def write_ready(ready: ReadyBundle) -> BuiltBundle:

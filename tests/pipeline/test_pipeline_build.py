@@ -242,7 +242,7 @@ def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(
     out = tmp_path_factory.mktemp("one")
     report = quantize_for(*small, out / "q.onnx", Recipe(targets=("nnapi",), samples=8))
     assert report.samples == 8
-    assert report.quantized_nodes == 5
+    assert report.quantized_nodes == 3  # two pass values on in float, as nnapi takes them
     assert report.met is None  # no goal was set
     assert report.float_bytes == 0
     assert [path.name for path in out.iterdir()] == ["q.onnx"]

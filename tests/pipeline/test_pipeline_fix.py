@@ -1,6 +1,7 @@
 """A build rewrites the graph for a target where it then takes more, and ships only what is expected to start."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -14,9 +15,14 @@ from tiny_models import save_net
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.build import build
-from edgekit.jobs.quantize import quantize_for
+from edgekit.jobs.build_inputs import BuildCache, BuildJob, calibrate_inputs, read_build_inputs
+from edgekit.jobs.quantize import QuantizeOptions, quantize_for
+from edgekit.jobs.target_bundle import ready_bundles
+from edgekit.model.model import load_model
 from edgekit.prepare.fix import REWRITES, apply_rewrites
-from edgekit.recipe import Data, Recipe
+from edgekit.progress import Stopwatch, say_nothing
+from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import describe_quantization
 from edgekit.target import Precision, load_target
@@ -92,14 +98,27 @@ def test_no_fix_leaves_the_graph_and_is_recorded_in_the_manifest(
     assert "--no-fix" in manifest
 
 
-def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(tmp_path: Path) -> None:
-    report = build(*_make(MIRRORED, tmp_path), tmp_path / "out", Recipe(targets=("nnapi",)), verify=False)
-    bundle = _find(report, "nnapi")
-    assert bundle.notes[0].startswith("left as it is, because no session of the int8 model starts on nnapi")
+def test_a_graph_is_left_as_it_is_where_a_device_refuses_the_rewritten_one(
+    swishing: tuple[Path, Data], tmp_path: Path
+) -> None:
+    path, data = swishing
+    recipe, model = Recipe(targets=("nnapi",)), load_model(path)
+    job = BuildJob(
+        recipe=recipe, targets=load_targets(recipe), work=tmp_path / "work", staging=tmp_path / "out",
+        cache=BuildCache(folder=None), progress=say_nothing, origin=model.sha256, end=math.inf, watch=Stopwatch(),
+        memo=Memo(),
+    )  # fmt: skip
+    job.work.mkdir()
+    inputs = calibrate_inputs(read_build_inputs(model, data, job), job)
+    candidates = ready_bundles(inputs, job.targets[0], job, tmp_path / "nnapi")
+    assert "rewritten for it" in next(candidates).notes[0]
+    second = candidates.send("the driver refuses it")
+    told = "left as it is, because 'nnapi' makes no session of the int8 model: the driver refuses it"
+    assert second.notes[0] == told
     # What was dropped is not told.
-    assert not any("pad-reflect" in note for note in bundle.notes)
-    _check_notes(bundle)
-    assert present(bundle.check).verdict != "no"
+    assert not any("rewritten for it" in note for note in second.notes)
+    assert "HardSwish" in {node.op for node in second.contents.check.node_list}
+    assert candidates.send("again").notes[0].startswith("quantized with exact ranges and plain rounding, because")
 
 
 # Along one axis, so that NNAPI takes the layers by a rewrite only; what mirrors the edges would stop the session.
@@ -109,13 +128,13 @@ LINE = """
 """
 
 
-def test_nodes_stay_in_float_before_rewrites_by_which_more_is_taken_go(tmp_path: Path) -> None:
+def test_nodes_stay_in_float_before_rewrites_go(tmp_path: Path) -> None:
     weights = np.random.default_rng(5).normal(size=(4, 4, 3)).astype(np.float32)
     model = save_net(LINE, tmp_path / "line.onnx", u=weights).path
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(6).normal(size=(16, 1, 4, 16)).astype(np.float32))
     data = Data(source=str(tmp_path / "data.npz"))
     bundle = _find(build(model, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False), "nnapi")
-    assert re.match(r"\d+ nodes stay in float \(Pad_q.*, because no session of the int8 model starts", bundle.notes[0])
+    assert any(re.match(r"\d+ nodes stay in float \(Pad_q.*: in integers", note) for note in bundle.notes)
     assert _check_notes(bundle) >= {"conv-to-planes", "pad-reflect"}
     assert present(bundle.check).taken_macs == 1
 
@@ -196,7 +215,7 @@ def test_nodes_that_would_fail_the_session_stay_in_float(
 ) -> None:
     recipe = Recipe(targets=("nnapi",), precision=precision)
     bundle = _find(build(*_make(text, tmp_path), tmp_path / "out", recipe, verify=False), "nnapi")
-    assert bundle.notes[0].startswith(f"{kept}, because no session of the int8 model starts on nnapi")
+    assert f"{kept}: in integers the target would make no session" in bundle.notes
     assert bundle.check is not None
     assert (bundle.precision, bundle.check.is_refused) == ("int8", False)
     assert bundle.check.sha256 == bundle.files["model.onnx"]
@@ -231,16 +250,17 @@ def test_an_internal_error_fails_one_target_and_writes_a_report_to_send(
     assert "onnxruntime: " in told
 
 
-def test_quantize_says_why_no_session_starts_and_build_leaves_that_node_in_float(tmp_path: Path) -> None:
+def test_quantize_by_a_method_says_why_no_session_starts_and_a_search_leaves_that_node_in_float(tmp_path: Path) -> None:
     text = """(float[1,4,8,8] x) => (float[1,8,15,8] y) { a = Conv<pads=[1,1,1,1]>(x, u) r = Relu(a)
       e = Erf(r) c = Concat<axis=2>(r, e) s = AveragePool<kernel_shape=[2,1]>(c) y = Relu(s) }"""
     path, data = _make(text, tmp_path)
-    report = quantize_for(path, data, tmp_path / "q.onnx", Recipe(targets=("nnapi",)))
+    # A named range method is taken as it is.
+    report = quantize_for(path, data, tmp_path / "q.onnx", Recipe(targets=("nnapi",)), QuantizeOptions(method="minmax"))
     assert report.refused
     line = next(line for line in describe_quantization(report) if line.startswith("no session of it is expected"))
     assert "because of 1 node: Concat 'Concat_c': a quantized Concat of one partition reads " in line
-    (bundle,) = build(path, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False).bundles
-    assert (bundle.precision, present(bundle.check).is_refused) == ("int8", False)
+    searched = quantize_for(path, data, tmp_path / "q.onnx", Recipe(targets=("nnapi",)))
+    assert (searched.refused, searched.precision) == (False, "int8")
 
 
 def test_quantize_writes_what_the_target_takes_as_build_does(tmp_path: Path) -> None:

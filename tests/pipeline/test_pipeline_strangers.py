@@ -19,8 +19,8 @@ from edgekit.quantize.accuracy.likeness import Likeness
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.auto import plan_minmax
-from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
-from edgekit.quantize.mixed_precision.plan_search import Search
+from edgekit.quantize.mixed_precision.goal_search import find_plan
+from edgekit.quantize.mixed_precision.plan_search import Search, write_chosen
 from edgekit.target import load_target
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "corpus"))

@@ -18,7 +18,8 @@ from edgekit.quantize.accuracy.detections import CERTAINTY, detection_distances
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_hellinger
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
+from edgekit.quantize.mixed_precision.goal_search import find_plan
+from edgekit.quantize.mixed_precision.plan_search import write_chosen
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.ranges import softmax
 from edgekit.target import Precision, load_target

@@ -21,7 +21,7 @@ from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import FloatReference, Look, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.candidates import Memo, Subject, judge_plan, open_draft
-from edgekit.quantize.mixed_precision.goal_search import find_plan, write_chosen
+from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import (
     Goal,
     Search,
@@ -30,6 +30,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     measure_work,
     plan_step,
     search_plan,
+    write_chosen,
 )
 from edgekit.quantize.mixed_precision.relief import (
     LEAST_GAIN_DB,

@@ -5,20 +5,17 @@ The ranges of state that a model feeds back to itself may be shortened.
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
-from edgekit._files import copy_file
 from edgekit.graph.graph import Graph, Node
-from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
-from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
+from edgekit.quantize.mixed_precision.placement import keep_taken
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan
@@ -26,6 +23,7 @@ from edgekit.quantize.ranges import TensorRange
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
+_PLACEMENT = "nodes that the target takes in float only"
 # How many tensors leave 8 bits for the advice, and the advice if no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
@@ -53,7 +51,10 @@ def find_plan(
         _compare_with_minmax(choice)
         _cut_state(choice)
         _try_wider(choice, adopts=max_drop is not None and search.may_widen)
+        _keep_taken(choice)
         plan, searched = choice.chosen.plan, choice.found
+    else:
+        plan = search.memo.budget.attempt(_PLACEMENT, partial(keep_taken, search, plan, searched)) or plan
     if not narrow:
         return plan, searched
     reached = None if searched is None else searched.chosen.prediction.sqnr_db
@@ -221,6 +222,28 @@ def _cut_state(choice: _Choice) -> None:
         is_better = choice.add_better(f"{first.step}, state within {limit:.3g}", make)
 
 
+def _keep_taken(choice: _Choice) -> None:
+    """Keeps nodes in float that the target takes only so (`keep_taken`).
+
+    That must lose no more, and keep most of the work in integers, unless no session could be made of the chosen plan.
+    """
+    search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
+    plan = attempt(_PLACEMENT, partial(keep_taken, search, chosen.plan, choice.found))
+    if plan is None or plan == chosen.plan:
+        return
+    step = f"{chosen.step}, as the target takes it"
+    trial = attempt(_PLACEMENT, partial(plan_search.measure_plan, search, step, plan))
+    if trial is None:
+        return
+    choice.change(trials=(*choice.found.trials, trial))
+    enough = plan_search.find_tolerated_loss([chosen, trial], choice.goal.most_changed)
+    is_as_good = trial.prediction.loss(choice.goal.most_changed) <= enough
+    least = plan_search.DEFAULT_INTEGER_SHARE * chosen.integer_macs
+    written = plan_search.quantize_step(search, chosen.step, chosen.plan).model
+    if (is_as_good and trial.integer_macs >= least) or plan_search.check_trial(search, written).is_refused:
+        choice.adopt(trial)
+
+
 def _try_wider(choice: _Choice, *, adopts: bool) -> None:
     """Tries 16 bits for all activations, or many tensors out of 8 bits, for advice if much is lost or changes.
 
@@ -281,28 +304,6 @@ def _weigh(search: plan_search.Search, chosen: Trial, other: Trial) -> str:
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (plan_search.quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
     return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"
-
-
-def write_chosen(
-    search: plan_search.Search, plan: QuantPlan, searched: plan_search.Searched | None, out: Path
-) -> QuantizedModel:
-    """Writes the model of a plan to `out`: a copy of the file from the search if there is one, else a new one.
-
-    Raises:
-        EdgekitError: as for `quantize_model`.
-    """
-    known, quantized = search.tried.get(searched.chosen.step, (None, None)) if searched is not None else (None, None)
-    # A model refers to its external data by file name, so it cannot be copied under another name. A trial has an LSTM
-    # as one node, of which QNN needs the parts.
-    if quantized is None or known != plan or quantized.model.external_files or _has_lstm(quantized.model):
-        return quantize_model(search.model, plan, search.calibration, out)
-    copy_file(quantized.model.path, out)
-    model = msgspec.structs.replace(quantized.model, path=out, name=out.name.removesuffix(".onnx"))
-    return msgspec.structs.replace(quantized, model=model)
-
-
-def _has_lstm(model: Model) -> bool:
-    return any(node.op_type == "LSTM" for node in skim_model(model.path).graph.node)
 
 
 # Operators that pass state on without computing with it.

@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from edgekit._files import copy_file
 from edgekit.check.check import check_model
 from edgekit.check.macs import count_macs
+from edgekit.check.report import CheckReport
 from edgekit.data.wilson import wilson_interval
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
@@ -73,6 +76,7 @@ class Search(Subject, frozen=True, kw_only=True):
             activations may be used.
         feeds: for each input that holds state, the output of the step before that it comes from.
         tried: the plans and the models written for them, by the name of the step; filled by the search.
+        checks: what the target takes of these models, by their digests; filled by the search.
     """
 
     measure: Callable[[Model], Prediction]
@@ -83,6 +87,7 @@ class Search(Subject, frozen=True, kw_only=True):
     may_widen: bool = False
     feeds: Mapping[str, str] = {}
     tried: dict[str, tuple[QuantPlan, QuantizedModel]] = msgspec.field(default_factory=dict)
+    checks: dict[str, CheckReport] = msgspec.field(default_factory=dict)
 
     @property
     def wider(self) -> Precision | None:
@@ -503,10 +508,17 @@ def bound_integer(search: Search, plan: QuantPlan) -> float:
 def measure_work(search: Search, step: str, plan: QuantPlan) -> Work:
     """Returns the shares of the work of a plan; its model is written to compute them."""
     quantized = quantize_step(search, step, plan)
-    check = check_model(quantized.model, search.target, advises=False)
+    check = check_trial(search, quantized.model)
     floats, total = {node.name for node in quantized.float_nodes}, sum(node.macs for node in check.node_list)
     apart = sum(node.macs for node in check.node_list if node.name in floats)
     return Work(check.taken_macs, round(1 - apart / max(total, 1), 4))
+
+
+def check_trial(search: Search, model: Model) -> CheckReport:
+    """Returns what the target takes of a model, which is checked once."""
+    if model.sha256 not in search.checks:
+        search.checks[model.sha256] = check_model(model, search.target, advises=False)
+    return search.checks[model.sha256]
 
 
 def measure_plan(
@@ -527,3 +539,23 @@ def quantize_step(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:
         quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx", is_trial=True)
         search.tried[step] = plan, quantized
     return quantized
+
+
+def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:
+    """Writes the model of a plan to `out`: a copy of the file from the search if there is one, else a new one.
+
+    Raises:
+        EdgekitError: as for `quantize_model`.
+    """
+    known, quantized = search.tried.get(searched.chosen.step, (None, None)) if searched is not None else (None, None)
+    # A model refers to its external data by file name, so it cannot be copied under another name. A trial has an LSTM
+    # as one node, of which QNN needs the parts.
+    if quantized is None or known != plan or quantized.model.external_files or _has_lstm(quantized.model):
+        return quantize_model(search.model, plan, search.calibration, out)
+    copy_file(quantized.model.path, out)
+    model = msgspec.structs.replace(quantized.model, path=out, name=out.name.removesuffix(".onnx"))
+    return msgspec.structs.replace(quantized, model=model)
+
+
+def _has_lstm(model: Model) -> bool:
+    return any(node.op_type == "LSTM" for node in skim_model(model.path).graph.node)
