@@ -34,6 +34,16 @@ def ready_type(kind: type[_T]) -> type[_T]:
     return kind
 
 
+def fill(kind: type[_T], *sources: object, **given: Any) -> _T:
+    """Returns a struct of type `kind`: each field is that `given`, else that of the first source with its name.
+
+    `fill(CalibrationReport, calibration, values=values)` copies what both have. A field that nobody has is its default.
+    """
+    names = set(cast("Any", kind).__struct_fields__) - given.keys()
+    found = {name: getattr(each, name) for each in reversed(sources) for name in names if hasattr(each, name)}
+    return kind(**found, **given)
+
+
 class NotebookPage:
     """Base of reports that a notebook cell shows as an HTML page; `draw_page` is the function that renders it."""
 

@@ -16,7 +16,7 @@ from edgekit.bench.history import PastBench
 from edgekit.evidence import Evidence
 from edgekit.model.outputs import ListColumns
 from edgekit.quantize.plan import QuantPlan
-from edgekit.serialize import to_builtins, to_json
+from edgekit.serialize import fill, to_builtins, to_json
 from edgekit.verify.history import PastRun
 from edgekit.verify.report import VerifyReport
 
@@ -143,3 +143,27 @@ def test_whatever_is_decoded_has_its_type_from_ready_type() -> None:
     package = Path(__file__).parents[1] / "edgekit"
     files = [path for path in package.rglob("*.py") if path != package / "serialize.py"]
     assert {path: found for path in files if (found := find_unread_types(path.read_text()))} == {}
+
+
+class _Box(msgspec.Struct, kw_only=True):
+    width: int
+    height: int
+
+    @property
+    def area(self) -> int:
+        return self.width * self.height
+
+
+class _Described(msgspec.Struct, kw_only=True):
+    width: int
+    area: int
+    name: str
+    unit: str = "mm"
+
+
+def test_a_struct_takes_what_is_given_and_else_what_the_first_source_has() -> None:
+    first, second = _Box(width=2, height=3), _Described(width=9, area=9, name="lid", unit="cm")
+    assert fill(_Described, first, name="box") == _Described(width=2, area=6, name="box", unit="mm")
+    assert fill(_Described, first, second, area=1) == _Described(width=2, area=1, name="lid", unit="cm")
+    with pytest.raises(TypeError, match="name"):
+        fill(_Described, first)

@@ -22,6 +22,7 @@ from edgekit.bundle.group.group import is_group, open_group
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult, sign_files
 from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
+from edgekit.serialize import fill
 from edgekit.target import read_version
 
 INDEX = "index.json"
@@ -207,17 +208,14 @@ def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
         name=first.name,
         source=first.ancestry.source,
         variants=tuple(
-            Variant(
-                target=manifest.target,
+            fill(
+                Variant,
+                manifest,
                 folder=f"{_VARIANTS}/{manifest.target}",
                 manifest=file,
-                provider=manifest.provider,
                 systems={name: platform.minimum_os for name, platform in manifest.platforms.items()},
                 socs=manifest.tested.socs,
-                minimum_ort=manifest.minimum_ort,
-                precision=manifest.precision,
                 model_file=_find_places(manifest, shared)[manifest.model_file],
-                fallback=manifest.fallback,
             )
             for manifest, file in ordered
             if manifest.ancestry.source == first.ancestry.source

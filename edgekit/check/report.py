@@ -17,7 +17,7 @@ from edgekit.model.model import Model
 from edgekit.prepare.clean import drop_initializer_inputs, merge_domains
 from edgekit.prepare.interface import name_nodes
 from edgekit.prepare.shapes import fix_dims
-from edgekit.serialize import NotebookPage
+from edgekit.serialize import NotebookPage, fill
 
 Verdict = Literal["yes", "maybe", "no"]
 Fate = Literal["kept", "rewritten", "fused", "folded", "removed"]
@@ -167,13 +167,7 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def placed(self) -> Placed:
         """The predicted placement."""
-        return Placed(
-            evidence="predicted",
-            nodes=self.nodes,
-            taken=self.taken,
-            partitions=self.partitions,
-            taken_macs=self.taken_macs,
-        )
+        return fill(Placed, self, evidence="predicted")
 
     @property
     def taken_macs(self) -> float:

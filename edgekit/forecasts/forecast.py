@@ -13,7 +13,7 @@ from edgekit.forecasts import model
 from edgekit.forecasts.features import Traffic, Work, list_amounts
 from edgekit.forecasts.model import Bits, Fitted
 from edgekit.phones import Phone
-from edgekit.serialize import NotebookPage
+from edgekit.serialize import NotebookPage, fill
 
 BITS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
 _NEIGHBOURS_SHOWN = 3
@@ -261,10 +261,7 @@ class _Estimate:
 
     def forecast(self, phone: Phone, placing: Placing | None) -> DeviceForecast:
         """Returns the forecast for a device."""
-        row = DeviceForecast(
-            device=phone.name, chipset=phone.chipset, soc_model=phone.soc_model, htp=phone.htp,
-            precision=self.precision, placing=placing,
-        )  # fmt: skip
+        row = fill(DeviceForecast, phone, device=phone.name, precision=self.precision, placing=placing)
         if (device := find_measured(phone.name, self.fitted)) is None:
             no_float_unit = self.precision == "float" and not phone.fp16
             note = _NO_FLOAT if no_float_unit else "no network was measured on its chip in this precision"

@@ -31,6 +31,7 @@ from edgekit.model.model import iterate_graphs, load_model, read_proto
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.interface import freeze_inputs
 from edgekit.prepare.shapes import fix_dims
+from edgekit.serialize import fill
 
 _KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, NCHWC_DOMAIN})
 
@@ -146,15 +147,10 @@ def inspect_model(
     graph = assume_sizes(_read_sized(model, dims or {}, freeze or {}))
     # Only loading is tested, not speed: without optimisation the answer comes soonest.
     unoptimized = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
-    return OnnxReport(
-        name=model.name,
-        sha256=model.sha256,
-        size_bytes=model.size_bytes,
-        ir_version=model.ir_version,
-        opsets=model.opsets,
+    return fill(
+        OnnxReport,
+        model,
         producer=f"{proto.producer_name} {proto.producer_version}".strip(),
-        inputs=model.inputs,
-        outputs=model.outputs,
         nodes=len(nodes),
         # By count, then by name: the dict keeps this order, so that two runs print the same.
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
@@ -164,13 +160,11 @@ def inspect_model(
         counted_at=choose_sizes(graph.proto),
         unsized_nodes=count_unsized(graph),
         activation_bytes=_peak_activation_bytes(graph),
-        is_static=model.is_static,
         is_quantized=bool(form := models.find_quantized_form(proto)),
         quantized=form,
         custom_ops=tuple(sorted(op for op in ops if op.rpartition(".")[0] not in _KNOWN_DOMAINS)),
         runs=makes_session(model.path, unoptimized) if custom_ops else None,
         has_control_flow=len(graphs) > 1,
-        external_files=model.external_files,
         metadata={entry.key: entry.value for entry in proto.metadata_props},
         fixed_axes=list_fixed_axes(model.inputs, proto.producer_name),
     )

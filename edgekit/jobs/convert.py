@@ -37,7 +37,7 @@ from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.qdq import write_qoperator
 from edgekit.quantize.weight_only.convert import SmallWeights, WeightForm, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
-from edgekit.serialize import ready_type
+from edgekit.serialize import fill
 from edgekit.target import Form, Target, load_target, read_version
 from edgekit.verify.metrics.compare import compare_outputs
 
@@ -138,7 +138,7 @@ def convert_for(
                 most = f"at most {equality.tolerance:g} is allowed"
                 words = f"fusing changes the results: error {equality.error:.2g}, {most}"
                 raise ModelError(words, hint="name another --model-type, or leave --fuse out")
-            fusion = Fusion(equality=equality, **{name: getattr(fused, name) for name in FusedOps.__struct_fields__})
+            fusion = fill(Fusion, fused, equality=equality)
         compressed = None
         if options.weights is not None:
             compressed = compress_weights(float_model, options.weights, work / "light.onnx", samples)
@@ -181,16 +181,17 @@ def convert_for(
         files = {str(form): names for form, names in converted.files.items()} | {file: (file,) for file in written}
         minimum_ort = _find_minimum(staging, files, targets, options.runtime)
         form = models.find_quantized_form(models.read_proto(source, weights=False))
-    return ConvertReport(
+    return fill(
+        ConvertReport,
+        converted,
         model=source.name,
         out=out,
         quantized=form,
         levels=levels,
         fusion=fusion,
-        weights=compressed and msgspec.convert(compressed, ready_type(SmallWeights), from_attributes=True),
+        weights=compressed and fill(SmallWeights, compressed),
         coreml=coreml,
         minimum_ort=minimum_ort,
-        **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
     )
 
 

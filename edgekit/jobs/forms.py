@@ -33,6 +33,7 @@ from edgekit.prepare.fix import fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, quantize_model
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.weight_only.convert import convert_to_fp16
+from edgekit.serialize import fill
 from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import choose_layer_samples
 from edgekit.verify.layers.overflows import HALF_MAX, find_half_loss, find_lossy, find_overflows
@@ -179,7 +180,7 @@ def deploy_model(made: ModelForTarget, inputs: BuildInputs, job: BuildJob, work:
         notes.append(f"no context model: {error}")
         conversion = msgspec.structs.replace(target.conversion, forms=forms)
         converted = convert(target=msgspec.structs.replace(target, conversion=conversion))
-    return Deployed(**{**msgspec.structs.asdict(made), "target": target, "check": check, "converted": converted})
+    return fill(Deployed, made, target=target, check=check, converted=converted)
 
 
 def make_sizes(

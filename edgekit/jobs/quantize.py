@@ -49,6 +49,7 @@ from edgekit.quantize.ranges import AUTO_METHODS, METHODS_WITHOUT_HISTOGRAM
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.report.tables import describe_calibration, describe_layers, describe_trials
+from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
 from edgekit.verify.task_metrics import TOP1, find_metric, measure_drop
@@ -118,23 +119,19 @@ def quantize_for(
             progress("quantize each activation alone")
             seen = plan_calibration(search.model, plan, search.calibration).ranges["minmax"]
             layers = tuple(describe_layers(plan, seen, rank_plan(search.model, plan, search.calibration)))
-    return QuantizeReport(
+    return fill(
+        QuantizeReport,
+        quantized,
+        plan,
         model=job.source.name,
         out=out,
         target=search.target.name,
-        precision=plan.precision,
         samples=job.samples.count,
         data_warnings=data_warnings,
         float_warning=warning,
         calibration=describe_calibration(search.calibration),
         fixes={fix.id: len(fix.nodes) for fix in job.fixed.fixes},
         size_before=job.source.size_bytes,
-        size_after=quantized.size_after,
-        float_constants=quantized.float_constants,
-        wide_constants=quantized.wide_constants,
-        narrow=plan.narrow,
-        quantized_nodes=quantized.quantized_nodes,
-        float_nodes=quantized.float_nodes,
         predicted=predicted,
         taken=describe_share(check),
         taken_macs=round(check.taken_macs, 4),

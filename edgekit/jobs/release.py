@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
 from edgekit.package.variant import UNNAMED, Extra, Identity
-from edgekit.serialize import ready_type
+from edgekit.serialize import fill
 from edgekit.verify.on_devices import GroupReport
 from edgekit.verify.report import VerifyReport, read_facts
 from edgekit.verify.run_report import RunReport
@@ -173,15 +173,11 @@ def _list_group(group: Group) -> list[_Released]:
         words = "did not pass its verification" if report.verdict == "fail" else "is not proven"
         reason = f"{words}: {lines[0] if lines else 'no device ran the group'}"
         doubt = Doubt(bundle=str(group.folder), reason=reason, verdict=report.verdict)
-    provider = next(iter(group.manifests.values())).provider
-    attested = tuple(
-        AttestedRun(
-            bundle=name, device=run.device, evidence=run.evidence, provider=provider, passed=run.verdict == "pass",
-            samples=run.samples, provider_nodes={}, outputs=(), accuracy=None, latency_ms=None, versions={},
-            metric=_name_score(run.task),
-        )
-        for run in runs
-    )  # fmt: skip
+    unknown: dict[str, Any] = {"provider_nodes": {}, "outputs": (), "latency_ms": None, "versions": {}}
+    facts = {**unknown, "accuracy": None, "bundle": name, "provider": next(iter(group.manifests.values())).provider}
+    attested = [
+        fill(AttestedRun, run, **facts, passed=run.verdict == "pass", metric=_name_score(run.task)) for run in runs
+    ]
     group_release = _Released(
         name=name,
         manifest=GROUP,
@@ -223,21 +219,14 @@ def _describe(folder: Path, name: str, manifest: str, sha256: str, report: Verif
 
 
 def _attest_run(bundle: str, run: RunReport) -> AttestedRun:
-    return AttestedRun(
+    return fill(
+        AttestedRun,
+        run,
         bundle=bundle,
-        device=run.device,
-        evidence=run.evidence,
-        provider=run.provider,
-        passed=run.passed,
-        samples=run.samples,
-        provider_nodes=run.provider_nodes,
-        outputs=tuple(
-            msgspec.convert(output, ready_type(AttestedOutput), from_attributes=True) for output in run.outputs
-        ),
+        outputs=tuple(fill(AttestedOutput, output) for output in run.outputs),
         accuracy=None if run.accuracy is None else run.accuracy.got,
         metric=_name_score(run.settled_task),
         latency_ms=None if run.latency_ms is None else run.latency_ms.median,
-        versions=run.versions,
     )
 
 

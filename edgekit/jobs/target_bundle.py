@@ -37,6 +37,7 @@ from edgekit.quantize.mixed_precision.plan_search import Search, Searched, write
 from edgekit.quantize.plan import NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_answers, describe_narrow, describe_prediction, list_large
+from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.comparison import compare_with_float
 from edgekit.verify.metrics.compare import read_list
@@ -339,7 +340,7 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
     if sizes := bundle.manifest.open_dims:
         known = "; ".join(f"'{name}' {', '.join(map(str, each))}" for name, each in sizes.items())
         notes.append(f"any size may be passed where a dimension stays open; golden samples have: {known}")
-    return BuiltBundle(**{**msgspec.structs.asdict(ready), "bundle": bundle, "models": models, "notes": tuple(notes)})
+    return fill(BuiltBundle, ready, bundle=bundle, models=models, notes=tuple(notes))
 
 
 def _collect(
@@ -359,12 +360,11 @@ def _collect(
         if read_stamp(shipped) != check.sha256:
             check = check_model(shipped, target)
         check = msgspec.structs.replace(check, model=shipped.path.name, sha256=shipped.sha256)
-    return Contents(
-        source=inputs.source,
-        target=target,
-        precision=deployed.precision,
+    return fill(
+        Contents,
+        deployed,
+        inputs,
         files=files,
-        golden=inputs.golden,
         check=check,
         buckets=None if bucket_files is None else bucket_files[1],
         unpadded=None if inputs.buckets is None else inputs.buckets.unpadded,
@@ -377,8 +377,6 @@ def _collect(
         ),
         versions={**list_versions(), **converted.versions},
         recipe=job.recipe,
-        state=inputs.state,
-        preprocess=inputs.preprocess,
         recorded=inputs.recorded.get(target.name),
         # The recipe's statement about an output has priority.
         listed=None if listed is None or listed.outputs & inputs.outputs.keys() else listed.columns,

@@ -19,6 +19,7 @@ from edgekit.quantize.graph.float_graph import float_activations, folded_activat
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import TensorRange
+from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Quantization, Target
 
 # Operators that ORT's general rules quantize only after a quantized node (QDQDirect8BitOp and others).
@@ -159,23 +160,16 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     # few for their errors to average out.
     mixing = (layer for layer in read_layers(graph) if layer.outputs > 1 or layer.groups == 1)
     few = [each.weight for each in mixing if each.weight in axes and each.op != "ConvTranspose"]
-    plan = QuantPlan(
+    plan = fill(
+        QuantPlan,
+        rules,
         model_sha256=model.sha256,
         samples_sha256=calibration.samples_sha256,
         target=target.name,
         precision=precision,
-        scheme=rules.scheme,
-        activation=rules.activation,
-        weight=rules.weight,
-        activation_symmetric=rules.activation_symmetric,
-        weight_symmetric=rules.weight_symmetric,
-        reduce_range=rules.reduce_range,
         method="minmax",
         rounding="nearest",
         op_types=op_types,
-        shared_ops=rules.shared_ops,
-        unsigned_ops=rules.unsigned_ops,
-        float_bias=rules.float_bias,
         ranges=exact if rules.activation != "uint16" else roomy,
         grids=_grids(graph, rules.scheme, rules.activation, op_types),
         axes=axes,

@@ -23,6 +23,7 @@ from edgekit.quantize.mixed_precision.sensitivity import TensorError
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import PERCENTS, TensorRange, tail_error
 from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport, TrialReport
+from edgekit.serialize import fill
 from edgekit.verify.on_devices import GroupReport, GroupRun
 from edgekit.verify.task_scores import describe_difference, format_score
 
@@ -246,33 +247,16 @@ def describe_calibration(calibration: Calibration) -> CalibrationReport:
     """Returns the facts of a calibration for a report."""
     values, percents = calibration.picked * calibration.measured, PERCENTS if calibration.picked else {}
     errors = {name: 0.0 if calibration.is_exact else tail_error(percent, values) for name, percent in percents.items()}
-    return CalibrationReport(
-        samples=calibration.samples,
-        measured=calibration.measured,
-        values=values,
-        is_exact=calibration.is_exact,
-        tail_errors={name: round(error, 7) for name, error in errors.items() if name in calibration.ranges},
-        sample_error=round(calibration.sample_error, 4),
-        known=calibration.known,
-        notes=calibration.notes,
-    )
+    tail_errors = {name: round(error, 7) for name, error in errors.items() if name in calibration.ranges}
+    sample_error = round(calibration.sample_error, 4)
+    return fill(CalibrationReport, calibration, values=values, tail_errors=tail_errors, sample_error=sample_error)
 
 
 def describe_trials(searched: Searched | None, *, goal: bool) -> tuple[TrialReport, ...]:
     """Returns the trials in order; none if there is no `goal` and only one trial, which is no search."""
     if searched is None or (not goal and len(searched.trials) == 1):
         return ()
-    return tuple(
-        TrialReport(
-            step=trial.step,
-            samples=trial.prediction.samples,
-            drop_estimate=trial.prediction.drop_estimate,
-            sqnr_db=trial.prediction.sqnr_db,
-            taken_macs=trial.taken_macs,
-            integer_macs=trial.integer_macs,
-        )
-        for trial in searched.trials
-    )
+    return tuple(fill(TrialReport, trial, trial.prediction) for trial in searched.trials)
 
 
 def describe_layers(

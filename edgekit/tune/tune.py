@@ -28,6 +28,7 @@ from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
+from edgekit.serialize import fill
 from edgekit.tune import race
 from edgekit.tune.files import apply_setting, has_branches, open_files, require_bundle
 from edgekit.tune.race import Decision, Entrant, Measurement
@@ -352,15 +353,13 @@ def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
         TunedSession(
             machine=found.machine,
             setting=msgspec.structs.replace(found.chosen.setting, form=found.chosen.file),
-            evidence=TuningEvidence(
-                goal=found.goal,
+            evidence=fill(
+                TuningEvidence,
+                found,
+                found.final,
                 device=address_of(device),
-                evidence=found.evidence,
                 ratio=found.final.value,
-                interval=found.final.interval,
-                rounds=found.final.rounds,
                 changes=tuple(found.chosen.name.split(" + ")),
-                versions=found.versions,
             ),
         ),
     )

@@ -14,7 +14,7 @@ from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
 from edgekit.errors import DataError
 from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
-from edgekit.serialize import NotebookPage, ready_type, to_json
+from edgekit.serialize import NotebookPage, fill, ready_type, to_json
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.run_report import RunReport
@@ -117,17 +117,14 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
             origin = first.setdefault(run.outputs_sha256, run.device) if run.outputs_sha256 else run.device
             judged = [output for output in run.outputs if not output.is_state]
             figures.append(
-                DeviceFigures(
-                    device=run.device,
-                    evidence=run.evidence,
-                    verdict=run.verdict,
+                fill(
+                    DeviceFigures,
+                    run,
                     sqnr_db=min((each.sqnr_db for each in judged if each.sqnr_db is not None), default=None),
                     top1_agreement=min((each.agreed for each in judged if each.agreed is not None), default=None),
                     accuracy=None if run.accuracy is None else run.accuracy.got,
-                    latency_ms=run.latency_ms,
                     nodes_taken=run.provider_nodes.get(run.provider, 0),
                     nodes=sum(run.provider_nodes.values()),
-                    peak_rss_bytes=run.peak_rss_bytes,
                     same_as=None if origin == run.device else origin,
                 )
             )

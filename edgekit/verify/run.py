@@ -24,6 +24,7 @@ from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
+from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Form, TaskLimit, Verification
 from edgekit.verify import more_runs, own_model, placement, suspects
 from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
@@ -246,9 +247,9 @@ def _measure_run(trial: _Trial) -> RunReport:
             digest = digest_samples(run.outputs)
     older = "" if run.evidence is Evidence.DEVICE else own_model.describe_older(run, bundle.manifest.minimum_ort)
     gap, outputs = placement.find_gap(run, trial.job), _compare(trial)
-    return RunReport(
-        device=run.device,
-        evidence=run.evidence,
+    return fill(
+        RunReport,
+        run,
         provider=bundle.manifest.provider,
         form=trial.plan.form,
         samples=len(trial.rows),
@@ -256,7 +257,6 @@ def _measure_run(trial: _Trial) -> RunReport:
         steps=bundle.manifest.steps,
         findings=tuple(_list_findings(trial)),
         provider_nodes=count_nodes(run, trial.job),
-        placement_source=run.placement_source,
         gap=gap,
         placed=placement.find_placed(run, trial.job),
         outputs=outputs,
@@ -264,19 +264,14 @@ def _measure_run(trial: _Trial) -> RunReport:
         task=task,
         outdated=older,
         latency_ms=None if trial.false_times else summarize_latency(run.latency_ms),
-        load_ms=run.load_ms,
-        peak_rss_bytes=run.peak_rss_bytes,
         versions=dict(sorted(run.versions.items())),
         thresholds=bundle.manifest.thresholds,
-        failure=run.failure,
-        crashed=run.crashed,
         notes=(
             *run.notes,
             *_list_notes(trial),
             *filter(None, (placement.describe_hidden(gap),)),
             *describe_agreements(outputs),
         ),
-        log=run.log,
         outputs_sha256=digest,
     )
 

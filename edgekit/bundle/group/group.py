@@ -28,6 +28,7 @@ from edgekit.errors import BundleError, UsageError
 from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_external_entries, read_place
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import TensorSpec
+from edgekit.serialize import fill
 from edgekit.target import TaskLimit
 
 GROUP = "group.json"
@@ -78,13 +79,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def golden(self) -> Golden:
         """The golden samples of the whole group, with the outputs of the float models and labels."""
-        return Golden(
-            folder=self.folder / GOLDEN,
-            samples=self.manifest.samples,
-            inputs=self.manifest.inputs,
-            outputs=self.manifest.outputs,
-            has_labels=True,
-        )
+        return fill(Golden, self.manifest, folder=self.folder / GOLDEN, has_labels=True)
 
     @property
     def size_bytes(self) -> int:
@@ -134,7 +129,9 @@ def write_group(
         own |= {f"{APP}/{path.name}": path for path in programs}
         for place, path in own.items():
             copy_once(path, staging / place)
-        draft = GroupManifest(
+        draft = fill(
+            GroupManifest,
+            golden,
             name=name,
             target=targets.pop(),
             wiring=wiring,
@@ -142,9 +139,6 @@ def write_group(
                 member: Member(manifest=bundle.manifest_file, model_file=_find_model(member, bundle.manifest, shared))
                 for member, bundle in bundles.items()
             },
-            inputs=golden.inputs,
-            outputs=golden.outputs,
-            samples=golden.samples,
             metric=metric,
             files={},
             shared=shared,
