@@ -85,13 +85,17 @@ def flatten_expand(writer: Writer) -> None:
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 
 
-@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"})
-def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Rewrites Gather, Slice, Split and Transpose of five or more axes to ones of fewer, between Reshapes.
+_SUMMING = frozenset({"Add", "Div", "Mul", "Sub"})
 
-    A Gather, Slice or Split of one axis needs three. In a Transpose, axes of size 1 are left out, and neighbours that
-    stay neighbours are one: one image is cut into windows with four or five axes in place of six. A Reshape of what was
-    only reshaped reads the first tensor, so that none of the many axes remains. Values are only copied.
+
+@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"} | _SUMMING)
+def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Rewrites Gather, Slice, Split, Transpose, sums and products of five or more axes to ones of fewer.
+
+    They lie between Reshapes then. A Gather, Slice or Split of one axis needs three. In a Transpose, axes of size 1 are
+    left out, and neighbours that stay neighbours are one: one image is cut into windows with four or five axes in place
+    of six. So are neighbouring axes of a sum along which the same operands are repeated. A Reshape of what was only
+    reshaped reads the first tensor, so that none of the many axes remains. The results are the same to the bit.
     """
     sources = dict[str, str]()
 
@@ -109,9 +113,10 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
         return ()
     cut = replace_nodes(graph, opset, {"Gather", "Slice", "Split"}, _cut_three_axes, floats=True)
     turned = replace_nodes(graph, opset, {"Transpose"}, _turn_fewer_axes, floats=True)
-    if cut or turned:
+    summed = replace_nodes(graph, opset, _SUMMING, _sum_fewer_axes, floats=True)
+    if cut or turned or summed:
         replace_nodes(graph, opset, _VIEWS, view_at_once)
-    return (*cut, *turned)
+    return (*cut, *turned, *summed)
 
 
 def _cut_three_axes(writer: Writer) -> None:
@@ -159,18 +164,39 @@ def _turn_fewer_axes(writer: Writer) -> None:
     writer.reshape(value, "sizes", [shape[axis] for axis in perm])
 
 
-def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Merges neighbouring axes if the Expand repeats both, or neither; returns (size before, size after) of each."""
-    groups: list[tuple[int, int]] = []
-    for old, new in zip(source, wanted, strict=True):
+def _sum_fewer_axes(writer: Writer) -> None:
+    """Writes a sum or product of five or more axes as one of the runs of axes that are repeated alike."""
+    node, made = writer.node, writer.made
+    need(len(made) > _MOST_AXES and 0 not in made)
+    operands = [(1,) * (len(made) - len(writer.shape(at))) + writer.shape(at) for at in range(2)]
+    *shapes, result = zip(*_join_axes(*operands, made), strict=True)
+    need(len(result) < len(made))
+    given = [
+        writer.reshaped(f"flat_{at}", name, shape)
+        if name in writer.graph.constants
+        else writer.reshape(name, f"flat_sizes_{at}", shape, f"flat_{at}")
+        for at, (name, shape) in enumerate(zip(node.input, shapes, strict=True))
+    ]
+    writer.reshape(writer.add(node.op_type, given, "flat"), "sizes", made)
+
+
+def _join_axes(*shapes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Merges neighbouring axes if the same of these shapes are repeated along both, up to the last shape.
+
+    Returns the size of each merged axis in each shape.
+    """
+    groups: list[tuple[int, ...]] = []
+    for sizes in zip(*shapes, strict=True):
         last = groups[-1] if groups else None
-        if new == 1:
+        if sizes[-1] == 1:
             continue
-        if last is not None and (last[0] == last[1]) == (old == new):
-            groups[-1] = (last[0] * old, last[1] * new)
+        if last is not None and all(
+            (old == last[-1]) == (new == sizes[-1]) for old, new in zip(last, sizes, strict=True)
+        ):
+            groups[-1] = tuple(old * new for old, new in zip(last, sizes, strict=True))
         else:
-            groups.append((old, new))
-    return groups or [(1, 1)]
+            groups.append(sizes)
+    return groups or [(1,) * len(shapes)]
 
 
 @node_rewrite("plain-gather", {"Gather", "GatherElements", "GatherND"})
