@@ -216,14 +216,6 @@ class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     high: float
 
 
-class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of a tensor: its lowest and highest value, their means over the samples, and a histogram."""
-
-    exact: TensorRange
-    mean: TensorRange
-    histogram: Histogram
-
-
 def snap_range(exact: TensorRange) -> TensorRange:
     """Returns a range with both ends rounded to 9 significant bits, which moves them by half a step of 255 at most."""
     # Kernels of different CPUs add in different orders, so sums differ in their last bits; the scales, and so the bytes
@@ -332,17 +324,18 @@ AUTO_METHODS = ("minmax", "mse", *PERCENTS)
 None of them is the best on every network of tools/bench/quantize_zoo.py.
 """
 
-RANGE_METHODS: dict[str, Callable[[TensorStatistics, Nonlinearity | None], TensorRange]] = {
-    "minmax": lambda seen, _reader: seen.exact,
-    "moving-average": lambda seen, _reader: seen.mean,
-    "mse": lambda seen, reader: mse_range(seen.exact, seen.histogram, reader),
-    "percentile-99.99": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.99, reader),
-    "percentile-99.9": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.9, reader),
+RANGE_METHODS: dict[str, Callable[[TensorRange, TensorRange, Histogram, Nonlinearity | None], TensorRange]] = {
+    "minmax": lambda exact, _mean, _histogram, _reader: exact,
+    "moving-average": lambda _exact, mean, _histogram, _reader: mean,
+    "mse": lambda exact, _mean, histogram, reader: mse_range(exact, histogram, reader),
+    "percentile-99.99": lambda exact, _mean, histogram, reader: percentile_range(exact, histogram, 99.99, reader),
+    "percentile-99.9": lambda exact, _mean, histogram, reader: percentile_range(exact, histogram, 99.9, reader),
 }
 """Every range method, by the name that plans and options use.
 
-"moving-average" is the mean over the samples of each tensor's lowest and highest value: a moving average without decay,
-so the order of the samples does not matter.
+Each takes a tensor's lowest and highest value, their means over the samples, its histogram, and the nonlinearity that
+alone reads it. "moving-average" is the mean over the samples of each tensor's lowest and highest value: a moving
+average without decay, so the order of the samples does not matter.
 """
 
 METHODS = ("auto", "best", *RANGE_METHODS)

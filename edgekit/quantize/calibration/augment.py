@@ -93,7 +93,6 @@ def augment_graph(
     names = [name for name in float_graph.float_activations(graph) if name not in unsure and 0 not in graph.dims(name)]
     bounds = {name: float_graph.known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     extremes = _list_extremes(graph, names, layers)
-    names = list(dict.fromkeys(name for name, _ in extremes))
     lows, highs = ([each for each in extremes if bounds.get(each[0], (None, None))[end] is None] for end in (0, 1))
     sums = tuple(name for name in names if name in graph.producers and _may_make_nan(graph, graph.producers[name]))
     measured = {name for name, _ in lows if graph.dims(name)}
@@ -101,8 +100,8 @@ def augment_graph(
     builder = _Builder(graph)
     builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*kept} - graph.outputs))
     lowest = [builder.lowest_score(each) for each in scores]
-    builder.extremes(LOWS, "ReduceMin", lows)
-    builder.extremes(HIGHS, "ReduceMax", highs)
+    builder.concat(LOWS, [builder.reduce("ReduceMin", *each) for each in lows])
+    builder.concat(HIGHS, [builder.reduce("ReduceMax", *each) for each in highs])
     builder.concat(SCORES, lowest)
     # Sums reveal NaN, which ONNX Runtime's minimum and maximum skip.
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
@@ -146,14 +145,13 @@ def _may_make_nan(graph: Graph, node: Node) -> bool:
 
 
 def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) -> list[TensorAxis]:
-    """Returns each tensor with the channel axes that its layers use, images first."""
+    """Returns each tensor with the channel axes that its layers use."""
     axes: dict[str, list[int | None]] = {}
     for layer in layers:
         axis = layer.channel_axis(graph)
         if axis not in axes.setdefault(layer.source, []):
             axes[layer.source].append(axis)
-    extremes = [(name, axis) for name in names for axis in axes.get(name, [None])]
-    return sorted(extremes, key=lambda each: not _is_image(graph, *each))
+    return [(name, axis) for name in names for axis in axes.get(name, [None])]
 
 
 def _find_unsized(graph: Graph) -> frozenset[str]:
@@ -195,20 +193,11 @@ class _Builder:
         self._rows: dict[tuple[str, str], str] = {}
         self._constant("edgekit.flat", np.array([-1]))
 
-    def extremes(self, output: str, op: str, wanted: Sequence[TensorAxis]) -> None:
-        """Adds an output with the extremes of tensors, images first.
-
-        Extremes of images are concatenated before they are flattened, since every small node takes some microseconds.
-        """
-        images = [each for each in wanted if _is_image(self._graph, *each)]
-        planes = [self._reduce_planes(op, name) for name, _ in images]
-        joined = [self._node("Concat", planes, axis=1)] if len(planes) > 1 else planes
-        others = [self.reduce(op, *each) for each in wanted if not _is_image(self._graph, *each)]
-        self.concat(output, [*map(self._flatten, joined), *others])
-
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
-        """Adds a reduction to one value, or to one value for each index of an axis."""
+        """Adds a reduction to one value, or to one value for each index of an axis, or for each plane of an image."""
         rank = len(self._graph.dims(name))
+        if _is_image(self._graph, name, axis) and op != "ReduceSum":
+            return self._flatten(self._reduce_planes(op, name))
         source = self._reduce_planes(op, name) if rank == 4 and axis in {None, 1} else name
         others = None if axis is None else [at for at in range(rank) if at != axis]
         source = source if others else self._rows.get((op, source), source)

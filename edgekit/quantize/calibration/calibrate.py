@@ -34,7 +34,6 @@ from edgekit.quantize.ranges import (
     RANGE_METHODS,
     HistogramCollector,
     TensorRange,
-    TensorStatistics,
     find_nonlinearities,
     snap_range,
 )
@@ -81,11 +80,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ranges: dict[str, dict[str, TensorRange]]
     statistics: str
     outputs: dict[str, StatedOutput] = {}
-
-    def map_ranges(self, change: Callable[[str, TensorRange], TensorRange]) -> "Calibration":
-        """Returns a calibration with `change` applied to the range of each tensor, for each method."""
-        ranges = {method: {name: change(name, its) for name, its in own.items()} for method, own in self.ranges.items()}
-        return msgspec.structs.replace(self, ranges=ranges)
 
 
 def calibrate_model(
@@ -216,14 +210,13 @@ def _choose_ranges(
     masked, empty = statistics.masked(), HistogramCollector().freeze()
     exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
     histograms = statistics.histograms() | dict.fromkeys(masked, empty)
-    seen = {
-        name: TensorStatistics(exact=its, mean=mean[name], histogram=histograms.get(name, empty))
-        for name, its in exact.items()
-    }
     readers = find_nonlinearities(graph)
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
-        chosen = {name: RANGE_METHODS[method](its, readers.get(name)) for name, its in seen.items()}
+        choose = RANGE_METHODS[method]
+        chosen = {
+            name: choose(its, mean[name], histograms.get(name, empty), readers.get(name)) for name, its in exact.items()
+        }
         for name, source in reversed(list(aliases.items())):
             if source in chosen:
                 chosen[name] = chosen[source]
@@ -262,7 +255,10 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
         least = white if name in images else 0.0
         return snap_range(TensorRange(low=its.low * growth, high=max(its.high * growth, least)))
 
-    return calibration.map_ranges(widen)
+    ranges = {
+        method: {name: widen(name, its) for name, its in own.items()} for method, own in calibration.ranges.items()
+    }
+    return msgspec.structs.replace(calibration, ranges=ranges)
 
 
 def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:

@@ -5,7 +5,7 @@ weight.
 """
 
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -176,10 +176,12 @@ def _extrapolate(ends: Array) -> Array:
     return np.asarray(2 * first - second)
 
 
-def read_channel_ranges(
-    graph: Graph, pairs: Iterable[EqualizationPair], statistics: Path, seen: Mapping[str, TensorRange]
-) -> Iterator[tuple[EqualizationPair, dict[str, ChannelRange]]]:
-    """Yields the pairs that calibration measured, with the channel ranges of each of their tensors.
+MeasuredPairs = Sequence[tuple[EqualizationPair, Mapping[str, ChannelRange]]]
+"""Pairs, each with the channel ranges of its tensors."""
+
+
+def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange]) -> MeasuredPairs:
+    """Returns the pairs that calibration measured, with the channel ranges of each of their tensors.
 
     The ranges of the pair's own tensor follow from the extremes of its samples; those of tensors before it are computed
     from these. `seen` holds the extremes of whole tensors.
@@ -187,11 +189,12 @@ def read_channel_ranges(
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    stored = open_moments(statistics)
-    for pair in pairs:
+    stored, found = open_moments(statistics), list[tuple[EqualizationPair, Mapping[str, ChannelRange]]]()
+    for pair in find_equalization_pairs(graph):
         ends = stored.extremes(pair.consumers[0].node)
         if ends is not None and ends[1].shape[1] == pair.channels:
-            yield pair, _trace_back(graph, pair, ends, stored, seen)
+            found.append((pair, _trace_back(graph, pair, ends, stored, seen)))
+    return found
 
 
 def _trace_back(
@@ -247,17 +250,6 @@ _PASSES, _PASSES_PER_CHANNEL = 4, 2
 # Channels, and weights, count as at least this share of the largest: otherwise a dead channel would get an unbounded
 # factor. Chosen by hand; 2^-13 is below any step of 8 bits.
 _LEAST_SHARE = 1e-4
-MeasuredPairs = Sequence[tuple[EqualizationPair, Mapping[str, ChannelRange]]]
-"""Pairs, each with the channel ranges of its tensors."""
-
-
-def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange]) -> MeasuredPairs:
-    """Returns the pairs whose channels calibration measured; `seen` holds the extremes of whole tensors.
-
-    Raises:
-        UsageError: the calibration's statistics are gone.
-    """
-    return tuple(read_channel_ranges(graph, find_equalization_pairs(graph), statistics, seen))
 
 
 def choose_factors(
@@ -371,18 +363,18 @@ def equalize_calibration(
     """
     if not factors:
         return calibration
-    pairs = [pair for pair in find_equalization_pairs(graph) if pair.tensor in factors]
     nodes = {node.name: node for node in graph.nodes}
     changed: dict[str, TensorRange] = {}
     saturations: dict[str, float] = {}
-    for pair, found in read_channel_ranges(graph, pairs, Path(calibration.statistics), calibration.ranges["minmax"]):
+    measured = measure_pairs(graph, Path(calibration.statistics), calibration.ranges["minmax"])
+    for pair, found in ((pair, found) for pair, found in measured if pair.tensor in factors):
         scale = np.asarray(factors[pair.tensor])
         for name, its in found.items():
             changed[name] = snap_range(TensorRange(low=(its.low * scale).min(), high=(its.high * scale).max()))
         changed |= dict.fromkeys(pair.reshaped, changed[pair.tensor])
         through = [step for step in pair.steps if step.sigmoid and step.tensor in changed]
         saturations |= {step.tensor: saturation_of(nodes[step.sigmoid]) for step in through}
-    renamed = {name for pair in pairs for name in pair.tensors}
+    renamed = {name for pair in find_equalization_pairs(graph) if pair.tensor in factors for name in pair.tensors}
     ranges = {
         method: {
             **{name + SUFFIX if name in renamed else name: changed.get(name, seen) for name, seen in own.items()},

@@ -173,12 +173,8 @@ class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
         return (self.tensor, *(step.tensor for step in self.steps), *self.reshaped)
 
 
-class _Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants that make the channels of a pair, and the steps from these to the pair's tensor."""
-
-    constants: tuple[ScaledConstant, ...] = ()
-    steps: tuple[Step, ...] = ()
-    ceiling: float | None = None
+_Origin = tuple[tuple[ScaledConstant, ...], tuple[Step, ...], float | None]
+"""The constants that make the channels of a pair, the steps from these to the pair's tensor, and the ceiling."""
 
 
 def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
@@ -218,30 +214,27 @@ def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> Equaliz
     ((axis, channels),) = places
     if (origin := _trace(graph, name, axis, channels)) is None:
         return None
+    constants, steps, ceiling = origin
     return EqualizationPair(
-        tensor=name, axis=axis, channels=channels, constants=origin.constants, steps=origin.steps,
-        ceiling=origin.ceiling, consumers=consumers, reshaped=reshaped,
+        tensor=name, axis=axis, channels=channels, constants=constants, steps=steps, ceiling=ceiling,
+        consumers=consumers, reshaped=reshaped,
     )  # fmt: skip
 
 
 def _trace(graph: Graph, name: str, axis: int, channels: int) -> _Origin | None:
     """Returns the origin of a tensor, back to the constants that determine the size of its channels."""
-    found = _Origin()
+    constants, steps, ceiling = tuple[ScaledConstant, ...](), tuple[Step, ...](), None
     node = graph.producers.get(name)
     while node is not None:
         if (made := _find_constants(graph, node, axis, channels)) is not None:
-            return msgspec.structs.replace(found, constants=found.constants + made)
+            return constants + made, steps, ceiling
         if (passed := _pass_back(graph, node, axis, channels)) is None:
             return None
-        before = passed.steps[0].tensor
-        if not passed.steps[0].sigmoid and not (_is_inner(graph, before) and len(graph.readers(before)) == 1):
+        added, (step,), limit = passed
+        if not step.sigmoid and not (_is_inner(graph, step.tensor) and len(graph.readers(step.tensor)) == 1):
             return None
-        found = _Origin(
-            constants=found.constants + passed.constants,
-            steps=found.steps + passed.steps,
-            ceiling=found.ceiling if passed.ceiling is None else passed.ceiling,
-        )
-        node = graph.producers.get(before)
+        constants, steps, ceiling = constants + added, (*steps, step), ceiling if limit is None else limit
+        node = graph.producers.get(step.tensor)
     return None
 
 
@@ -295,21 +288,19 @@ def _find_constants(graph: Graph, node: Node, axis: int, channels: int) -> tuple
 
 
 def _pass_back(graph: Graph, node: Node, axis: int, channels: int) -> _Origin | None:
-    """Returns how scaled channels pass through a node: the tensor before it, constants to scale, and a ceiling."""
+    """Returns how scaled channels pass through a node: constants to scale, the step before it, and a ceiling."""
     step = Step(tensor=node.input[0], shift=np.zeros(channels), slope=np.ones(channels))
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _read_slope(graph, node, channels)
-        sloped = bounds and msgspec.structs.replace(step, slope=bounds[0], negative_only=True)
-        return _Origin(steps=(sloped,), ceiling=bounds[1]) if bounds and sloped else None
+        return bounds and ((), (msgspec.structs.replace(step, slope=bounds[0], negative_only=True),), bounds[1])
     if (sigmoid := find_silu(graph, node)) is not None:
-        return _Origin(steps=(msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name),))
+        return (), (msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name),), None
     constants = _find_constant_input(graph, node, axis, channels) if node.op_type == "Add" else None
     value = graph.constant(node.input[constants[0].index]) if constants else None
     if constants is None or value is None or value.size != channels:
         return None
     before = node.input[1 - constants[0].index]
-    step = msgspec.structs.replace(step, tensor=before, shift=value.reshape(-1).astype(np.float64))
-    return _Origin(steps=(step,), constants=constants)
+    return constants, (msgspec.structs.replace(step, tensor=before, shift=value.reshape(-1).astype(np.float64)),), None
 
 
 def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float | None] | None:
