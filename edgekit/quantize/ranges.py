@@ -22,8 +22,6 @@ PARTS = 8
 
 # The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
 _T_99 = 3.4995
-COUNTS_SHAPE = (PARTS, 2 * HALF_BINS + 1)
-"""The shape of the counts of a histogram: those of its bins and, last, of zeros."""
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +63,8 @@ class HistogramCollector:
     not matter. The width ends between 1/2048 and 1/1024 of the largest magnitude.
     """
 
-    def __init__(self, counts: Array | None = None) -> None:
-        """Counts into an array of zeros, int32 [COUNTS_SHAPE], which may lie in a file."""
-        self._counts = np.zeros(COUNTS_SHAPE, np.int32) if counts is None else counts
-        self._bins, self._zeros = self._counts[:, :-1], self._counts[:, -1]
+    def __init__(self) -> None:
+        self._counts, self._zeros = np.zeros((PARTS, 2 * HALF_BINS), np.int32), np.zeros(PARTS, np.int32)
         # The exponent of the width of a bin minus that of the smallest normal float32.
         self._doublings = np.zeros((), np.uint8)
 
@@ -81,7 +77,7 @@ class HistogramCollector:
         if not values.size:
             return
         magnitude = max(float(values.max()), -float(values.min()))
-        ordinal = int(self._counts.sum()) // values.shape[1]
+        ordinal = int(self._counts.sum() + self._zeros.sum()) // values.shape[1]
         parts = (ordinal + np.arange(len(values))) % PARTS
         zeros = values.shape[1] - np.count_nonzero(values, axis=1)
         np.add.at(self._zeros, parts, zeros.astype(np.int32))
@@ -92,18 +88,18 @@ class HistogramCollector:
         scaled = values.astype(np.float64 if self._exponent > 0 else values.dtype) * 2.0**-self._exponent
         bins = np.floor(scaled, out=scaled).astype(np.intp)
         bins += (parts * 2 * HALF_BINS + HALF_BINS)[:, None]
-        self._bins += np.bincount(bins.reshape(-1), minlength=self._bins.size).reshape(PARTS, -1).astype(np.int32)
-        np.subtract.at(self._bins[:, HALF_BINS], parts, zeros.astype(np.int32))
+        self._counts += np.bincount(bins.reshape(-1), minlength=self._counts.size).reshape(PARTS, -1).astype(np.int32)
+        np.subtract.at(self._counts[:, HALF_BINS], parts, zeros.astype(np.int32))
 
     def arrays(self) -> dict[str, Array]:
         """Returns the arrays of the sums, not copies: who writes into them continues from others."""
-        return {"counts": self._counts, "doublings": self._doublings}
+        return {"counts": self._counts, "zeros": self._zeros, "doublings": self._doublings}
 
     def freeze(self) -> Histogram:
         """Returns the histogram of everything counted."""
-        used = np.flatnonzero(self._bins.any(axis=0))
+        used = np.flatnonzero(self._counts.any(axis=0))
         centers = (used - HALF_BINS + 0.5) * 2.0**self._exponent
-        parts = self._bins[:, used].astype(np.int64)
+        parts = self._counts[:, used].astype(np.int64)
         if self._zeros.any():
             at = int(np.searchsorted(centers, 0.0))
             centers, parts = np.insert(centers, at, 0.0), np.insert(parts, at, self._zeros, axis=1)
@@ -111,11 +107,11 @@ class HistogramCollector:
 
     def _widen(self, magnitude: float) -> None:
         needed = math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1)
-        is_empty = not self._bins.any()
+        is_empty = not self._counts.any()
         while self._exponent < needed:
             if not is_empty:
-                merged = self._bins.reshape(PARTS, -1, 2).sum(axis=2)
-                self._bins[...] = np.pad(merged, ((0, 0), (HALF_BINS // 2, HALF_BINS // 2)))
+                merged = self._counts.reshape(PARTS, -1, 2).sum(axis=2)
+                self._counts[...] = np.pad(merged, ((0, 0), (HALF_BINS // 2, HALF_BINS // 2)))
             self._doublings += 1
 
 

@@ -12,7 +12,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.calibration.augment import HIGHS, LOWS, PATCHES, SCORES, AugmentedGraph, TensorAxis, pick_outputs
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
 from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
-from edgekit.quantize.ranges import COUNTS_SHAPE, Histogram, HistogramCollector, TensorRange
+from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 
 SUMMED_SAMPLES = 8
 """Picked values of this many samples are counted at once, so that the cost of each numpy call is small: a choice."""
@@ -27,8 +27,7 @@ class ActivationStatistics:
         self._scores = _Extremes(tuple(((each.tensor, None), 1) for each in augmented.scores), np.minimum)
         self._extremes = {LOWS: self._lows, HIGHS: self._highs, SCORES: self._scores}
         file = ArrayFile(work / "sums.data")
-        self._counts = [file.zeros(COUNTS_SHAPE, np.int32) for _ in augmented.picks]
-        self._collectors = [HistogramCollector(counts.values) for counts in self._counts]
+        self._collectors = [HistogramCollector() for _ in augmented.picks]
         self._pick_outputs = tuple(pick_outputs(len(augmented.picks)))
         self._ends = np.cumsum([0, *(count for _, count in augmented.picks)])
         self._picked = file.zeros((SUMMED_SAMPLES, int(self._ends[-1])), np.float32)
@@ -152,11 +151,10 @@ class ActivationStatistics:
     def _flush(self) -> None:
         if not self._pending:
             return
-        for collector, counts, (start, stop) in zip(self._collectors, self._counts, pairwise(self._ends), strict=True):
+        for collector, (start, stop) in zip(self._collectors, pairwise(self._ends), strict=True):
             values = np.ascontiguousarray(self._picked.values[: self._pending, start:stop])
             collector.add(values)
             self._picked.release(values.nbytes)
-            counts.release()
         self._pending = 0
 
 
