@@ -1,7 +1,8 @@
 """Tiny float models and samples for the tests of the quantize stage."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.target import Precision, Target, load_target
@@ -119,15 +120,23 @@ def quantize(
 
 
 def make_search(
-    calibrated: tuple[Model, Calibration], reference: FloatReference, target: Target, work: Path,
+    calibrated: tuple[Model, Calibration],
+    judge: FloatReference | Callable[[Model], Prediction],
+    target: Target,
+    work: Path,
     precision: Precision = "int8",
-) -> Search:  # fmt: skip
-    """A search for a plan that is judged by what a reference says."""
+    **more: Any,
+) -> Search:
+    """A search for a plan that is judged by what a reference, or a function, says."""
     model, calibration = calibrated
+    judged: dict[str, Any] = (
+        {"measure": judge.predict_drop, "compare": judge.compare}
+        if isinstance(judge, FloatReference)
+        else {"measure": judge, "compare": lambda _one, _two: 0.0}
+    )
     return Search(
-        model=model, calibration=calibration, target=target, precision=precision, measure=reference.predict_drop,
-        compare=reference.compare, work=work,
-    )  # fmt: skip
+        model=model, calibration=calibration, target=target, precision=precision, work=work, **(judged | more)
+    )
 
 
 def find_searched(
@@ -139,6 +148,22 @@ def find_searched(
     calibration = calibrate_model(model, samples, work=folder / "work")
     search = make_search((model, calibration), reference, target, folder, precision)
     return present(find_plan(search, max_drop=None, narrow=False)[1])
+
+
+def predicted(
+    drop: float | None,
+    interval: tuple[float, float] | None = None,
+    *,
+    sqnr_db: float = 30.0,
+    same: float | None = None,
+    samples: int = 48,
+    **more: Any,
+) -> Prediction:
+    """What a quantized model is told to lose, with the share of decisions that are the same."""
+    told = {"source": "test", **more}
+    return Prediction(
+        samples=samples, sqnr_db=sqnr_db, top1_agreement=same, drop_estimate=drop, drop_interval=interval, **told
+    )
 
 
 def sqnr_db(model: Model, other: Model, samples: Iterable[Tensors] = ()) -> float:

@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from quantize_models import conv_net, make_model, make_samples, plan_model, random_samples
+from quantize_models import conv_net, make_model, make_samples, make_search, plan_model, predicted, random_samples
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
@@ -40,7 +42,7 @@ from edgekit.quantize.mixed_precision.relief import (
     rise_db,
 )
 from edgekit.quantize.mixed_precision.trials import State, open_state
-from edgekit.target import Target, load_target
+from edgekit.target import load_target
 
 # Judgements and rankings have digests of all that they depend on, so these tests share them.
 _KNOWN = Memo()
@@ -59,14 +61,7 @@ def told(
         if steps is not None:
             steps.append(step)
         lost = drop(step) if callable(drop) else drop
-        return Prediction(
-            samples=48,
-            sqnr_db=sqnr_db,
-            top1_agreement=same(step),
-            drop_estimate=lost,
-            drop_interval=None,
-            source="test",
-        )
+        return predicted(lost, sqnr_db=sqnr_db, same=same(step))
 
     return measure
 
@@ -75,23 +70,21 @@ def begin_search(
     calibrated: tuple[Model, Calibration],
     measure: Callable[[Model], Prediction],
     work: Path,
-    target: Target | None = None,
-    *,
-    may_widen: bool = False,
-    compare: Callable[[Model, Model], float] = lambda _one, _two: 0.0,
+    target: str = "qnn",
+    **how: Any,
 ) -> Search:
-    """A search for a plan in 8 bits, for QNN where no target is given."""
-    return Search(
-        model=calibrated[0],
-        calibration=calibrated[1],
-        target=target or load_target("qnn"),
-        precision="int8",
-        measure=measure,
-        compare=compare,
-        work=work,
-        memo=msgspec.structs.replace(_KNOWN, budget=Budget()),
-        may_widen=may_widen,
-    )
+    """A search for a plan in 8 bits."""
+    memo = msgspec.structs.replace(_KNOWN, budget=Budget())
+    return make_search(calibrated, measure, load_target(target), work, memo=memo, **how)
+
+
+Begin = Callable[..., Search]
+
+
+@pytest.fixture
+def begin(collapsing: tuple[Model, Calibration], tmp_path: Path) -> Begin:
+    """Begins a search for a plan of a net that 8 bits ruin."""
+    return partial(begin_search, collapsing, work=tmp_path)
 
 
 def run_search(search: Search, goal: Goal | None = None, state: State | None = None) -> tuple[QuantPlan, Searched]:
@@ -114,14 +107,14 @@ def run_all(
     ],
 )
 def test_tensors_leave_8_bits_where_too_much_is_lost_whatever_the_ratio(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float | None, sqnr_db: float, is_enough: bool
+    begin: Begin, drop: float | None, sqnr_db: float, is_enough: bool
 ) -> None:
 
     def measure(quantized: Model) -> Prediction:
         is_first = quantized.path.stem == "all"
         return told(drop if is_first else drop and 0.0001, sqnr_db if is_first else 40.0)(quantized)
 
-    search = begin_search(collapsing, measure, tmp_path)
+    search = begin(measure)
     plan, searched = run_search(search)
     assert plan.judged[0].sqnr_db < 20
     assert (searched.chosen.step, searched.met) == ("all" if is_enough else "relieve 1", True)
@@ -137,26 +130,24 @@ def test_tensors_leave_8_bits_where_too_much_is_lost_whatever_the_ratio(
     ],
 )
 def test_a_plan_that_changes_many_decisions_of_an_unsure_model_does_not_meet_the_goal_of_the_default_mode(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, kept: float, goal: Goal, step: str
+    begin: Begin, kept: float, goal: Goal, step: str
 ) -> None:
     """A recognizer of text that is sure of no line lost 0.06 points by its own confidence, and a fifth of its lines."""
 
     def keep(tried: str) -> float:
         return kept if tried == "all" else 0.97
 
-    search = begin_search(collapsing, told(0.0006, 15.0, same=keep), tmp_path)
+    search = begin(told(0.0006, 15.0, same=keep))
     _, searched = run_search(search, goal)
     assert searched.chosen.step == step
 
 
 @pytest.mark.parametrize(("target", "step"), [("qnn", "relieve 1"), ("xnnpack", "all")])
-def test_fewer_decisions_may_change_where_tensors_get_16_bits(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, target: str, step: str
-) -> None:
+def test_fewer_decisions_may_change_where_tensors_get_16_bits(begin: Begin, target: str, step: str) -> None:
     def keep(tried: str) -> float:
         return 0.97 if tried.startswith("relieve") else 0.92
 
-    search = begin_search(collapsing, told(0.0006, 15.0, same=keep), tmp_path, load_target(target))
+    search = begin(told(0.0006, 15.0, same=keep), target=target)
     assert run_all(search)[1].chosen.step == step
 
 
@@ -165,14 +156,7 @@ def test_a_few_samples_on_which_decisions_change_by_chance_rule_no_plan_out(
     samples: int, changed: int, may_meet: bool
 ) -> None:
     """MobileNetV2 changed two of the first 13 decisions and four of 100: 8 of its tensors got 16 bits for nothing."""
-    seen = Prediction(
-        samples=samples,
-        sqnr_db=22.0,
-        top1_agreement=1 - changed / samples,
-        drop_estimate=0.001,
-        drop_interval=None,
-        source="",
-    )
+    seen = predicted(0.001, sqnr_db=22.0, same=1 - changed / samples, samples=samples)
     assert Goal().may_meet(seen, 0.0) == may_meet
     assert not Goal().is_met(seen)
     assert Goal(is_given=True).is_met(seen)
@@ -180,21 +164,19 @@ def test_a_few_samples_on_which_decisions_change_by_chance_rule_no_plan_out(
 
 @pytest.mark.parametrize(("first", "step"), [(0.0066, "all"), (0.0071, "relieve 1"), (0.009, "relieve 1")])
 def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, first: float, step: str
+    begin: Begin, first: float, step: str
 ) -> None:
     drops = [first, 0.0049]
-    search = begin_search(collapsing, told(lambda _: drops.pop(0), 15.0), tmp_path)
+    search = begin(told(lambda _: drops.pop(0), 15.0))
     _, searched = run_search(search)
     assert searched.chosen.step == step
     assert not drops
 
 
-def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_asked_for(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_asked_for(begin: Begin) -> None:
     drops = dict.fromkeys(("relieve 1", "relieve 3", "relieve 8"), 0.019) | {"all": 0.02}
-    search = begin_search(collapsing, told(drops.get, 15.0), tmp_path)
-    state = open_state(tmp_path / "state.json", search.model, "samples", search.target, "int8", {})
+    search = begin(told(drops.get, 15.0))
+    state = open_state(search.work / "state.json", search.model, "samples", search.target, "int8", {})
     _, plain = run_search(search)
     _, asked = run_search(search, Goal(is_given=True), state)
     # One tensor makes 93 % of the noise: without it less than twice the goal may be lost. The net has seven tensors.
@@ -203,13 +185,11 @@ def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_ask
     assert (plain.chosen.step, plain.met) == ("all", True)
     assert asked.chosen.step in steps[1:]
     assert not asked.met
-    state = open_state(tmp_path / "state.json", search.model, "samples", search.target, "int8", {})
+    state = open_state(search.work / "state.json", search.model, "samples", search.target, "int8", {})
     assert state.trials == asked.trials
 
 
-def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(begin: Begin) -> None:
     drops = {"all": 0.3, "relieve 3": 0.03, "relieve 8": 0.02}
     whole, measure = list[str](), told(drops.get)
 
@@ -217,7 +197,7 @@ def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(
         seen = msgspec.structs.replace(measure(model), samples=6)
         return Look(seen, is_whole=misses is not None and not misses(seen))
 
-    search = begin_search(collapsing, told(drops.get, steps=whole), tmp_path)
+    search = begin(told(drops.get, steps=whole))
     search = msgspec.structs.replace(search, look=look)
     _, searched = run_search(search)
     assert [trial.step for trial in searched.trials] == [*drops]
@@ -278,7 +258,7 @@ def test_weights_are_rounded_again_once_the_noise_of_activations_hides_theirs_no
 def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
     deep: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    search = begin_search(deep, told(0.3), tmp_path, load_target("xnnpack"))
+    search = begin_search(deep, told(0.3), tmp_path, "xnnpack")
     first, searched = run_search(search)
     assert search.tried.keys() == {trial.step for trial in searched.trials}
     known, bounds = measure_work(search, "all", first), list[float]()
@@ -306,7 +286,7 @@ def test_a_step_that_cannot_gain_a_decibel_is_not_built(
 def test_a_step_goes_on_from_a_plan_with_the_same_factors_of_channels(
     deep: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    search = begin_search(deep, told(0.3), tmp_path, load_target("xnnpack"))
+    search = begin_search(deep, told(0.3), tmp_path, "xnnpack")
     first = run_search(search)[1].trials[0]
     # Its ranges are of tensors that the first plan does not have.
     rival = msgspec.structs.replace(first.plan, factors={"x": (1.0, 2.0)}, ranges={})
@@ -359,10 +339,10 @@ def test_more_tensors_get_16_bits_as_long_as_that_pays(
 def test_where_no_few_tensors_make_the_noise_none_leave_8_bits_for_float(
     wide: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    _, few = run_search(begin_search(draw_branches(tmp_path, 2), told(0.3), tmp_path, load_target("cpu")))
+    _, few = run_search(begin_search(draw_branches(tmp_path, 2), told(0.3), tmp_path, "cpu"))
     assert [trial.step for trial in few.trials] == ["all"]
     # Of many, still more would take too much of the work out of integers.
-    _, many = run_search(begin_search(wide, told(0.3), tmp_path, load_target("cpu")))
+    _, many = run_search(begin_search(wide, told(0.3), tmp_path, "cpu"))
     assert {trial.step for trial in many.trials}.isdisjoint({"relieve 30", "relieve 40"})
 
 
@@ -373,25 +353,22 @@ def test_the_worst_tensors_take_no_more_noise_than_is_theirs() -> None:
     assert rise_db(bound_relief([1.0] * 40, 8)) < LEAST_GAIN_DB < rise_db(bound_relief([1.0] * 40, 9))
 
 
-def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
-    model, calibration = collapsing
-    search = begin_search(collapsing, told(0.002, 15.0), tmp_path)
-    plan, searched = run_search(search)
-    anew = quantize_model(model, plan, calibration, tmp_path / "out.onnx")
-    written = write_chosen(search, plan, searched, tmp_path / "out.onnx")
+def test_what_was_tried_is_not_quantized_again_and_another_plan_is(begin: Begin) -> None:
+    search = begin(told(0.002, 15.0))
+    (plan, searched), work = run_search(search), search.work
+    anew = quantize_model(search.model, plan, search.calibration, work / "out.onnx")
+    written = write_chosen(search, plan, searched, work / "out.onnx")
     assert written == anew
     tried = search.tried[searched.chosen.step][1].model.path
-    assert (tmp_path / "out.onnx").read_bytes() == tried.read_bytes()
+    assert (work / "out.onnx").read_bytes() == tried.read_bytes()
     marked = onnx.load(str(tried))
     marked.doc_string = "as it was tried"
     onnx.save(marked, str(tried))
-    write_chosen(search, plan, searched, tmp_path / "tried.onnx")
-    assert onnx.load(str(tmp_path / "tried.onnx")).doc_string == "as it was tried"
+    write_chosen(search, plan, searched, work / "tried.onnx")
+    assert onnx.load(str(work / "tried.onnx")).doc_string == "as it was tried"
     other = msgspec.structs.replace(plan, rounding="nearest" if plan.rounding != "nearest" else "bias")
-    assert write_chosen(search, other, searched, tmp_path / "other.onnx").model.sha256 != anew.model.sha256
-    assert load_model(tmp_path / "other.onnx").node_count == anew.model.node_count
+    assert write_chosen(search, other, searched, work / "other.onnx").model.sha256 != anew.model.sha256
+    assert load_model(work / "other.onnx").node_count == anew.model.node_count
 
 
 @pytest.mark.parametrize(
@@ -411,11 +388,11 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
     ],
 )
 def test_plain_minmax_is_taken_where_it_loses_less(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], moved: float, chosen: str
+    begin: Begin, drops: dict[str, float], moved: float, chosen: str
 ) -> None:
     steps = list[str]()
     measure = told(lambda step: drops.get(step, 0.05), steps=steps)
-    search = begin_search(collapsing, measure, tmp_path, compare=lambda _chosen, _minmax: moved)
+    search = begin(measure, compare=lambda _chosen, _minmax: moved)
     plan, searched = run_all(search, narrow=True)
     assert (searched.chosen.step, searched.met) == (chosen, True)
     assert drops.keys() <= set(steps)
@@ -423,11 +400,9 @@ def test_plain_minmax_is_taken_where_it_loses_less(
     assert (plan.method, plan.rounding) == ("minmax", "nearest") or chosen != "minmax"
 
 
-def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_a_plan_that_loses_much_says_what_16_bits_would_lose(begin: Begin) -> None:
     measure = told(lambda step: 0.001 if step == "int16" else 0.1, 12.0)
-    search = begin_search(collapsing, measure, tmp_path, may_widen=True)
+    search = begin(measure, may_widen=True)
     plan, searched = run_all(search)
     assert plan.precision == "int8"
     told_of = r"--precision int16: 0.10 points are lost, \d\.\d\d times the bytes, 100% of the work in integers"
@@ -438,7 +413,7 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
     for _ in range(2):
         # The second search knows all steps, and has none of their files.
         asked = msgspec.structs.replace(search, may_widen=False, tried={})
-        state = open_state(tmp_path / "state.json", search.model, "samples", search.target, "int8", {})
+        state = open_state(search.work / "state.json", search.model, "samples", search.target, "int8", {})
         plan, searched = run_all(asked, 0.005, state=state)
         assert (plan.precision, searched.met) == ("int8", False)
         assert searched.advice
@@ -453,20 +428,18 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
     ],
 )
 def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_measured(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float, target: str, advice: str
+    begin: Begin, drop: float, target: str, advice: str
 ) -> None:
-    search = begin_search(collapsing, told(drop), tmp_path, load_target(target), may_widen=True)
+    search = begin(told(drop), target=target, may_widen=True)
     _, searched = run_all(search)
     assert searched.advice.startswith(advice)
     assert bool(searched.advice) == bool(advice)
 
 
 @pytest.mark.parametrize(("kept", "is_said"), [(0.62, True), (0.91, False)])
-def test_where_many_decisions_change_at_no_cost_16_bits_are_tried(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, kept: float, *, is_said: bool
-) -> None:
+def test_where_many_decisions_change_at_no_cost_16_bits_are_tried(begin: Begin, kept: float, *, is_said: bool) -> None:
     measure = told(lambda step: 0.004 if step == "int16" else 0.003, same=lambda step: {"int16": 0.99}.get(step, kept))
-    _, searched = run_all(begin_search(collapsing, measure, tmp_path))
+    _, searched = run_all(begin(measure))
     assert bool(searched.advice) == is_said
     what = (
         r"--precision int16: 0.40 points are lost and 99.0% of the decisions are the same, \d\.\d\d times the bytes.*"
@@ -474,12 +447,10 @@ def test_where_many_decisions_change_at_no_cost_16_bits_are_tried(
     assert re.fullmatch(what, searched.advice) or not is_said
 
 
-def test_what_a_few_samples_say_of_the_advice_is_told_with_their_number(
-    collapsing: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_what_a_few_samples_say_of_the_advice_is_told_with_their_number(begin: Begin) -> None:
     """16 lines told that 16 bits keep all of them; of 600 others they keep 93 %."""
     measure = told(lambda step: 0.0 if step == "int16" else 0.05)
-    search = begin_search(collapsing, measure, tmp_path)
+    search = begin(measure)
     _, searched = run_all(
         msgspec.structs.replace(search, look=lambda model, **_: Look(measure(model), model.path.stem != "int16"))
     )
@@ -491,7 +462,7 @@ def test_a_plan_that_was_tried_is_tried_no_second_time_for_advice(
 ) -> None:
     steps = list[str]()
     measure = told(lambda step: 0.5 if step == "all" else 0.2, steps=steps)
-    search = begin_search(deep, measure, tmp_path, load_target("nnapi"))
+    search = begin_search(deep, measure, tmp_path, "nnapi")
     _, searched = run_all(search, 0.005)
     assert not searched.met
     assert steps.count("relieve 20") == [trial.step for trial in searched.trials].count("relieve 20") == 1
@@ -556,7 +527,7 @@ def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(nam
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     measure = FloatReference(model, samples).predict_drop
     for target in ("qnn", "xnnpack"):
-        search = begin_search((model, calibration), measure, tmp_path, load_target(target))
+        search = begin_search((model, calibration), measure, tmp_path, target)
         plan, searched = run_all(search, narrow=True)
         written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
         assert written == searched.chosen.prediction

@@ -7,7 +7,16 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from quantize_models import find_searched, make_model, make_samples, op_types, quantize, random_samples
+from quantize_models import (
+    find_searched,
+    make_model,
+    make_samples,
+    make_search,
+    op_types,
+    predicted,
+    quantize,
+    random_samples,
+)
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model import external
@@ -21,7 +30,7 @@ from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions
 from edgekit.quantize.mixed_precision import plan_search
 from edgekit.quantize.mixed_precision.goal_search import find_plan
-from edgekit.quantize.mixed_precision.plan_search import Search, Searched
+from edgekit.quantize.mixed_precision.plan_search import Searched
 from edgekit.quantize.weight_only.blocks import quantize_blocks
 from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyOptions, compress_weights
 from edgekit.target import Precision, Target, load_target
@@ -182,14 +191,9 @@ def search_powers(folder: Path, precision: Precision, tell: Callable[[str], tupl
 
     def measure(quantized: Model) -> Prediction:
         same, drop = tell(quantized.path.stem)
-        return Prediction(
-            samples=48, sqnr_db=15.0, top1_agreement=same, drop_estimate=drop, drop_interval=None, source="test"
-        )
+        return predicted(drop, sqnr_db=15.0, same=same)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision=precision, measure=measure,
-        compare=lambda _one, _two: 0.0, work=folder,
-    )  # fmt: skip
+    search = make_search((model, calibration), measure, load_target("qnn"), folder, precision)
     return present(find_plan(search, max_drop=None, narrow=False)[1])
 
 

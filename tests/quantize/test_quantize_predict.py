@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from fixture_types import present
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, predicted
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.labels import Label
@@ -115,32 +115,23 @@ def test_what_calibration_gave_is_not_computed_again(
     assert len(runs) == 3
 
 
-def predicted(
-    low: float, high: float, agreement: float | None, source: str = "labels", samples: int = 100
-) -> Prediction:
-    return Prediction(
-        samples=samples,
-        sqnr_db=30,
-        top1_agreement=agreement,
-        drop_estimate=(low + high) / 2,
-        drop_interval=(low, high),
-        source=source,
-        measure="top-1 accuracy",
-    )
+def top1(low: float, high: float, agreement: float | None, source: str = "labels") -> Prediction:
+    drop, measure = (low + high) / 2, "top-1 accuracy"
+    return predicted(drop, (low, high), same=agreement, samples=100, source=source, measure=measure)
 
 
 @pytest.mark.parametrize(
     ("prediction", "wanted"),
     [
-        (predicted(-0.02, 0.02, 0.97), 1600),  # four times as wide as wanted: sixteen times as many
-        (predicted(-0.02, 0.02, 1.0), 400),  # nothing changed: the interval shrinks with the number itself
-        (predicted(-0.004, 0.004, 0.97), None),
-        (predicted(0.08, 0.12, 0.5), None),  # lost far more than half a point, as sure as need be
-        (predicted(-0.02, 0.02, None), None),
-        (predicted(-0.01, 0.01, 1.0, "confidence"), 200),
-        (predicted(-0.02, 0.02, 1.0, "confidence"), math.inf),  # without labels 256 count
-        (predicted(-0.01, 0.01, 0.95, "confidence"), math.inf),  # of 5 % that changed labels tell what each costs
-        (predicted(-0.006, 0.006, 0.995, "confidence"), 160),
+        (top1(-0.02, 0.02, 0.97), 1600),  # four times as wide as wanted: sixteen times as many
+        (top1(-0.02, 0.02, 1.0), 400),  # nothing changed: the interval shrinks with the number itself
+        (top1(-0.004, 0.004, 0.97), None),
+        (top1(0.08, 0.12, 0.5), None),  # lost far more than half a point, as sure as need be
+        (top1(-0.02, 0.02, None), None),
+        (top1(-0.01, 0.01, 1.0, "confidence"), 200),
+        (top1(-0.02, 0.02, 1.0, "confidence"), math.inf),  # without labels 256 count
+        (top1(-0.01, 0.01, 0.95, "confidence"), math.inf),  # of 5 % that changed labels tell what each costs
+        (top1(-0.006, 0.006, 0.995, "confidence"), 160),
     ],
 )
 def test_a_wide_interval_says_how_many_samples_would_do(prediction: Prediction, wanted: float | None) -> None:

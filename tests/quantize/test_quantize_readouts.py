@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from fixture_types import present
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, predicted
 from test_quantize_ranges import as_samples, smooth_images
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -454,20 +454,13 @@ def test_vectors_of_length_one_are_embeddings_also_where_values_are_stated(tmp_p
 def test_of_an_open_share_it_is_told_how_many_samples_would_tell() -> None:
     exact = draw_vectors(np.random.default_rng(0))
     same = judge(exact, exact)
-    prediction = Prediction(
-        samples=160, sqnr_db=40.0, top1_agreement=same.agreement, drop_estimate=same.estimate,
-        drop_interval=same.interval, source="", measure=MEASURE,
-    )  # fmt: skip
+    prediction = predicted(same.estimate, same.interval, same=same.agreement, samples=160, measure=MEASURE)
     assert wanted_samples(prediction) == math.inf
     assert wanted_samples(msgspec.structs.replace(prediction, drop_interval=(0.0, 0.012))) == 200
 
 
 def test_values_that_lose_most_are_not_all_that_the_outputs_say() -> None:
-    worst = Prediction(
-        samples=32, sqnr_db=9.0, top1_agreement=None, drop_estimate=0.2, drop_interval=(0.1, 0.3), source="",
-        measure=MEASURES["values"].name,
-    )  # fmt: skip
-    shown = describe_prediction(worst)
+    shown = describe_prediction(predicted(0.2, (0.1, 0.3), sqnr_db=9.0, measure=MEASURES["values"].name))
     assert "the output decides nothing that is known, and its spread (R2) falls by 20.00 %" in shown
 
 
@@ -477,10 +470,7 @@ def test_values_that_lose_most_are_not_all_that_the_outputs_say() -> None:
 def test_a_drop_of_a_figure_above_one_is_told_as_a_share_of_it(
     measure: MeasuredKind, reference: float | None, unit: str
 ) -> None:
-    told = Prediction(
-        samples=32, sqnr_db=34.0, top1_agreement=None, drop_estimate=0.034, drop_interval=(0.03, 0.04), source="",
-        measure=MEASURES[measure].name, reference=reference, got=reference,
-    )  # fmt: skip
+    told = predicted(0.034, (0.03, 0.04), measure=MEASURES[measure].name, reference=reference, got=reference)
     assert f"by 3.40 {unit} (" in describe_prediction(told)
     # What is lost to the last bit is nothing, and has no sign.
     assert f"by 0.00 {unit} (" in describe_prediction(msgspec.structs.replace(told, drop_estimate=-1e-7))
