@@ -17,10 +17,29 @@ from edgekit.serialize import read_own_toml
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 
 
+class Spelling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Graphs that differ in one part, in which a pattern is `found`, or that only look like it."""
+
+    graph: str
+    made: str = ""
+    found: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
+    opset: int = 17
+
+    def list_found(self) -> list[str]:
+        return [self.graph] if self.made and not self.found else [self.graph.replace("BODY", it) for it in self.found]
+
+    def list_apart(self) -> list[str]:
+        assert {self.graph.count(part) for part, _ in self.changes} <= {1}
+        changed = (self.graph.replace(part, instead) for part, instead in self.changes)
+        return [*changed, *(self.graph.replace("BODY", body) for body in self.apart)]
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A case of a rewrite; `rewrite_cases.toml` says what each field is."""
 
-    pattern: str
+    pattern: str = ""
     stays: str = ""
     contradicts: str = ""
     unrunnable: tuple[str, ...] = ()
@@ -28,6 +47,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gone: str = ""
     tolerance: float = 0.0
     opset: int = 17
+    spellings: tuple[Spelling, ...] = ()
 
 
 CASES = read_own_toml(Path(__file__).parent / "rewrite_cases.toml", dict[str, Case])

@@ -20,7 +20,7 @@ from mutate_model import mutate_model
 @pytest.mark.fuzz
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.pattern])
 def test_no_damaged_model_ends_a_rewrite_in_a_traceback(name: str, tmp_path: Path) -> None:
     model = make_model(CASES[name].pattern, tmp_path / "m.onnx", opset=CASES[name].opset)
     data, rng = model.path.read_bytes(), Random(name)  # noqa: S311 - the damage of a test

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from exported_models import STYLES, draw_inputs
-from prepare_models import assert_same, make_inputs, make_model, op_names, rewrite, run_model
+from prepare_models import CASES, assert_same, make_inputs, make_model, op_names, rewrite, run_model
 
 from edgekit.graph.graph import read_graph
 from edgekit.graph.match import count_huge_terms
@@ -17,63 +17,25 @@ from edgekit.model.model import Model
 from edgekit.prepare.fix import fix_model
 from edgekit.target import load_target
 
-# Two heads of four numbers, five rows that ask three: what stands between the marks is what each case changes.
-ROWS = """g (float[1,5,8] q, float[1,3,8] k, float[1,3,8] v) => (float[1,5,8] y) <int64[4] s = {1,-1,2,4},
-    int64[3] j = {1,5,8}, float h = {0.5}, float z = {0}, float[1,1,5,3] m = {0,-9,0,1,1,1,-9,0,0,0,0,0,2,-9,-9},
-    float[3,1] w = {1,2,3}, float[1,3] r = {0,-9,1}, float t = {0.25}>
-    { a = Reshape(q, s) b = Reshape(k, s) c = Reshape(v, s) qh = Transpose<perm=[0,2,1,3]>(a)
-    vh = Transpose<perm=[0,2,1,3]>(c)"""
-END = "o = MatMul(p, vh) x = Transpose<perm=[0,2,1,3]>(o) y = Reshape(x, j) }"
-TURNED = "kt = Transpose<perm=[0,2,3,1]>(b) "
-TWICE = "kh = Transpose<perm=[0,2,1,3]>(b) kt = Transpose<perm=[0,1,3,2]>(kh) "
-SOFT = "p = Softmax<axis=-1>(u) "
-JOINED = {
-    "one transpose, no mask": TURNED + "s0 = MatMul(qh, kt) u = Mul(s0, h) " + SOFT,
-    "both scaled": TWICE + "q2 = Mul(qh, h) k2 = Mul(kt, t) s0 = MatMul(q2, k2) u = Add(s0, m) " + SOFT,
-    "divided, mask first": TURNED + "s0 = MatMul(qh, kt) s1 = Div(s0, h) u = Add(m, s1) " + SOFT,
-    "one row of two axes as mask": TURNED + "s1 = MatMul(qh, kt) u = Add(s1, r) " + SOFT,
-    "not of rows": "kh = Transpose<perm=[0,2,1,3]>(b) kr = Relu(kh) kt = Transpose<perm=[0,1,3,2]>(kr) qr = Relu(qh) "
-    "u = MatMul(qr, kt) " + SOFT,
-    "keys that come turned": TURNED + "kr = Relu(kt) u = MatMul(qh, kr) " + SOFT,
-    "guarded": TURNED
-    + "s1 = MatMul(qh, kt) u = Add(s1, m) c0 = Softmax<axis=-1>(u) n = IsNaN(c0) p = Where(n, z, c0) ",
-}
-APART = {
-    "another axis": TURNED + "u = MatMul(qh, kt) p = Softmax<axis=1>(u) ",
-    "scores by rows": TURNED + "s0 = MatMul(qh, kt) u = Mul(s0, m) " + SOFT,
-    "no product": TURNED + "s0 = MatMul(qh, kt) s1 = Relu(s0) u = Add(s1, m) " + SOFT,
-    "another guard": TURNED + "u = MatMul(qh, kt) c0 = Softmax<axis=-1>(u) n = IsNaN(c0) p = Where(n, h, c0) ",
-    "read twice": TURNED + "u = MatMul(qh, kt) p = Softmax<axis=-1>(u) x2 = Identity(p) ",
-}
+ATTENTION, ROTARY = (CASES[id_].spellings[0] for id_ in ("join-attention", "join-rotary"))
+PLAIN, GUARDED = ATTENTION.list_found()[0], ATTENTION.list_found()[-1]
 
 
-@pytest.mark.parametrize("case", JOINED)
-def test_attention_becomes_one_node(tmp_path: Path, case: str) -> None:
-    fixed = rewrite(tmp_path, ROWS + JOINED[case] + END, "join-attention")
-    counts = Counter(op_names(fixed.model.path))
-    assert counts["MultiHeadAttention"] == 1
-    assert counts["Softmax"] == counts["MatMul"] == 0
-    assert_same(tmp_path, fixed, 1e-5, seeds=[1])
-
-
-@pytest.mark.parametrize("case", APART)
-def test_what_is_nearly_attention_stays(tmp_path: Path, case: str) -> None:
-    text = ROWS + APART[case] + END
-    if case == "read twice":
-        text = text.replace("=> (float[1,5,8] y)", "=> (float[1,5,8] y, float[1,2,5,3] x2)")
+def test_attention_whose_chances_are_read_twice_stays(tmp_path: Path) -> None:
+    text = PLAIN.replace("=> (float[1,5,8] y)", "=> (float[1,5,8] y, float[1,2,5,3] x2)")
+    text = text.replace("o = MatMul", "x2 = Identity(p) o = MatMul")
     assert rewrite(tmp_path, text, "join-attention").fixes == ()
 
 
 def test_attention_of_doubles_and_keys_that_several_texts_share_stay_apart(tmp_path: Path) -> None:
-    text = ROWS + JOINED["one transpose, no mask"] + END
-    texts = text.replace("[1,5,8]", "[2,5,8]").replace("{1,5,8}", "{2,5,8}").replace("Reshape(q, s)", "Reshape(q, e)")
+    texts = PLAIN.replace("[1,5,8]", "[2,5,8]").replace("{1,5,8}", "{2,5,8}").replace("Reshape(q, s)", "Reshape(q, e)")
     texts = texts.replace("int64[4] s =", "int64[4] e = {2,5,2,4}, int64[4] s =")
-    for other in (text.replace("float", "double"), texts):
+    for other in (PLAIN.replace("float", "double"), texts):
         assert rewrite(tmp_path, other, "join-attention").fixes == ()
 
 
 def test_rows_that_a_mask_hides_whole_stay_zero(tmp_path: Path) -> None:
-    text = ROWS.replace("float[1,5,8] q,", "float[1,5,8] q, float[1,1,5,3] f,") + JOINED["guarded"] + END
+    text = GUARDED.replace("float[1,5,8] q,", "float[1,5,8] q, float[1,1,5,3] f,")
     model = make_model(text.replace("Add(s1, m)", "Add(s1, f)"), tmp_path / "m.onnx")
     fixed = fix_model(model, tmp_path / "out.onnx", ["join-attention"])
     inputs = make_inputs(model, 1)
@@ -181,50 +143,10 @@ def test_an_add_of_zeros_goes_unless_it_is_a_bias_or_widens(tmp_path: Path, zero
     assert_same(tmp_path, fixed, 0)
 
 
-ROTARY = """
-    g (float[1,2,3,4] x, int64[1,3] p, float[1,1,3,4] fed) => (float[1,2,3,4] y) <int64[1] a = {0}, int64[1] h = {2},
-    int64[1] e = {4}, int64[1] d = {3}, int64[1] o = {1}, int64[1] t = {2}, float[1,1,2] w = {1, 0.01},
-    float[1,1,3,4] c = {1,2,1,2,3,4,3,4,5,6,5,6}, float[3,4] s = {1,2,1,2,3,4,3,4,5,6,5,6},
-    float[1,1,3,4] uneven = {1,2,1,2,3,4,3,4,5,6,5,7}>
-    { x1 = Slice(x, a, h, d) x2 = Slice(x, h, e, d) n = Neg(x2) r = Concat<axis=-1>(n, x1) BODY }"""
-TURNS = {
-    "constants": "u = Mul(x, c) v = Mul(r, s) y = Add(u, v)",
-    "the other way round": "u = Mul(c, x) v = Mul(s, r) y = Add(v, u)",
-    "split": "x3, x4 = Split<axis=3>(x) m = Neg(x4) g = Concat<axis=3>(m, x3) "
-    "u = Mul(x, c) v = Mul(g, s) y = Add(u, v)",
-    "computed": "q = Unsqueeze(p, t) f = Cast<to=1>(q) g = Mul(f, w) k = Concat<axis=-1>(g, g) ck = Cos(k) sk = Sin(k) "
-    "c1 = Unsqueeze(ck, o) s1 = Unsqueeze(sk, o) u = Mul(x, c1) v = Mul(r, s1) y = Add(u, v)",
-}
-NO_TURNS = {
-    "halves that differ": "u = Mul(x, uneven) v = Mul(r, s) y = Add(u, v)",
-    "a table that is fed": "u = Mul(x, c) v = Mul(r, fed) y = Add(u, v)",
-    "not the same": "z = Neg(x) u = Mul(z, c) v = Mul(r, s) y = Add(u, v)",
-    "not negated": "r2 = Concat<axis=-1>(x2, x1) u = Mul(x, c) v = Mul(r2, s) y = Add(u, v)",
-    "first half first": "r2 = Concat<axis=-1>(n, x2) u = Mul(x, c) v = Mul(r2, s) y = Add(u, v)",
-    "a difference": "u = Mul(x, c) v = Mul(r, s) y = Sub(u, v)",
-    "two angles": "q = Unsqueeze(p, t) f = Cast<to=1>(q) g = Mul(f, w) g2 = Neg(g) k = Concat<axis=-1>(g, g2) "
-    "ck = Cos(k) c1 = Unsqueeze(ck, o) u = Mul(x, c1) v = Mul(r, s) y = Add(u, v)",
-}
-
-
-@pytest.mark.parametrize("case", TURNS)
-def test_a_rotary_embedding_becomes_one_node(tmp_path: Path, case: str) -> None:
-    fixed = rewrite(tmp_path, ROTARY.replace("BODY", TURNS[case]), "join-rotary")
-    assert op_names(fixed.model.path).count("RotaryEmbedding") == 1
-    assert {"Neg", "Add"}.isdisjoint(op_names(fixed.model.path))
-    assert_same(tmp_path, fixed, 1e-6, seeds=[1])
-
-
-@pytest.mark.parametrize("case", NO_TURNS)
-def test_what_is_nearly_a_rotary_embedding_stays(tmp_path: Path, case: str) -> None:
-    assert rewrite(tmp_path, ROTARY.replace("BODY", NO_TURNS[case]), "join-rotary").fixes == ()
-
-
 def test_tables_of_rotary_embeddings_are_cut_once(tmp_path: Path) -> None:
-    body = (
-        TURNS["computed"] + " x3 = Slice(y, a, h, d) x4 = Slice(y, h, e, d) n2 = Neg(x4) r2 = Concat<axis=-1>(n2, x3) "
-    )
-    body += "u2 = Mul(y, c1) v2 = Mul(r2, s1) y2 = Add(u2, v2)"
-    text = ROTARY.replace("BODY", body).replace("=> (float[1,2,3,4] y)", "=> (float[1,2,3,4] y2)")
+    # The table that is computed, for another rotation too.
+    body = f"{ROTARY.found[-1]} x3 = Slice(y, a, h, d) x4 = Slice(y, h, e, d) n2 = Neg(x4) r2 = Concat<axis=-1>(n2, x3)"
+    body += " u2 = Mul(y, c1) v2 = Mul(r2, s1) y2 = Add(u2, v2)"
+    text = ROTARY.graph.replace("BODY", body).replace("=> (float[1,2,3,4] y)", "=> (float[1,2,3,4] y2)")
     fixed = rewrite(tmp_path, text, "join-rotary")
     assert Counter(op_names(fixed.model.path))["RotaryEmbedding"] == Counter(op_names(fixed.model.path))["Slice"] == 2
