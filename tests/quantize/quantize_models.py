@@ -174,14 +174,39 @@ def sqnr_db(model: Model, other: Model, samples: Iterable[Tensors] = ()) -> floa
     return float(10 * np.log10((wanted**2).sum() / ((wanted - found) ** 2).sum()))
 
 
+class Units:
+    """A QDQ model: its constants, makers and QuantizeLinear nodes by name, and the nodes between its Q and DQ nodes."""
+
+    def __init__(self, model: Model) -> None:
+        graph = onnx.load(str(model.path)).graph
+        self.stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+        self.makers = {name: node for node in graph.node for name in node.output}
+        self.rounders = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
+        self.nodes = [node for node in graph.node if not node.op_type.endswith("eLinear")]
+
+    def read(self, node: onnx.NodeProto, at: int) -> list[Array]:
+        """The scale and zero point of an input."""
+        return [self.stored[name] for name in self.makers[node.input[at]].input[1:]]
+
+    def constant(self, node: onnx.NodeProto, at: int) -> Array:
+        """The integers of a constant input."""
+        return self.stored[self.makers[node.input[at]].input[0]]
+
+    def write(self, node: onnx.NodeProto) -> list[Array]:
+        """The scale and zero point of the output."""
+        return [self.stored[name] for name in self.rounders[node.output[0]].input[1:]]
+
+    def find(self, op: str) -> onnx.NodeProto:
+        """The last node of an operator."""
+        return [node for node in self.nodes if node.op_type == op][-1]
+
+
 def dequantized_constants(model: Model, name: str) -> list[Array]:
     """The constants of the DQ node that makes a tensor, or the weight of the layer with that output."""
-    graph = onnx.load(str(model.path)).graph
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    makers = {output: node for node in graph.node for output in node.output}
-    node = makers[name]
-    node = node if node.op_type == "DequantizeLinear" else makers[node.input[1]]
-    return [stored[each] for each in node.input if each in stored]
+    units = Units(model)
+    node = units.makers[name]
+    node = node if node.op_type == "DequantizeLinear" else units.makers[node.input[1]]
+    return [units.stored[each] for each in node.input if each in units.stored]
 
 
 def op_types(model: Model) -> list[str]:

@@ -3,11 +3,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
 from fixture_types import present
 from onnx import numpy_helper, parser
-from quantize_models import make_model, make_samples, plan_model, random_samples, sqnr_db
+from quantize_models import Units, make_model, make_samples, plan_model, random_samples, sqnr_db
 from tiny_models import save_net
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -508,10 +507,9 @@ def test_a_sigmoid_in_16_bits_has_the_grid_that_qnn_requires(tmp_path: Path) -> 
     model = rank_places(tmp_path, "a list")
     calibration, plan = plan_model(model, tmp_path, "qnn", random_samples(model, count=4))
     wide = msgspec.structs.replace(plan, wide={"h": plan.ranges["h"]})
-    proto = onnx.load(str(quantize_model(model, wide, calibration, tmp_path / "q.onnx").model.path))
-    stored = {each.name: numpy_helper.to_array(each) for each in proto.graph.initializer}
-    grids = [node.input[1:] for node in proto.graph.node if node.op_type == "QuantizeLinear"]
-    assert 1 / 65536 in {float(stored[scale]) for scale, zero in grids if stored[zero].dtype == np.uint16}
+    units = Units(quantize_model(model, wide, calibration, tmp_path / "q.onnx").model)
+    grids = ([units.stored[name] for name in node.input[1:]] for node in units.rounders.values())
+    assert 1 / 65536 in {float(scale) for scale, zero in grids if zero.dtype == np.uint16}
 
 
 def test_a_list_is_found_where_the_first_sample_shows_one_object(tmp_path: Path) -> None:

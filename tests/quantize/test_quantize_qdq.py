@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
-from quantize_models import make_model, quantize, random_samples
+from quantize_models import Units, make_model, quantize, random_samples
 
 from edgekit.check.check import check_model
 from edgekit.devices.observe import observe_target
 from edgekit.model.model import Model
-from edgekit.model.tensors import Array
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target
 
@@ -45,33 +42,6 @@ CASES: dict[str, tuple[str, dict[str, str], set[str], str, str]] = {
 """Target, its parameters, which layers have a scale per channel, and the types of activations and weights."""
 XNNPACK_LEAVES = {"Add", "Concat", "AveragePool", "Gemm", "Reshape"}
 """XNNPACK has no builder, or no signed kernel, for these whatever we write."""
-
-
-class Units:
-    """The parameters of a QDQ model, seen from the nodes between its Q and DQ nodes."""
-
-    def __init__(self, model: Model) -> None:
-        graph = onnx.load(str(model.path)).graph
-        self.stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-        self._makers = {name: node for node in graph.node for name in node.output}
-        self._readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
-        self.nodes = [node for node in graph.node if not node.op_type.endswith("eLinear")]
-
-    def read(self, node: onnx.NodeProto, at: int) -> list[Array]:
-        """The scale and zero point of an input."""
-        return [self.stored[name] for name in self._makers[node.input[at]].input[1:]]
-
-    def constant(self, node: onnx.NodeProto, at: int) -> Array:
-        """The integers of a constant input."""
-        return self.stored[self._makers[node.input[at]].input[0]]
-
-    def write(self, node: onnx.NodeProto) -> list[Array]:
-        """The scale and zero point of the output."""
-        return [self.stored[name] for name in self._readers[node.output[0]].input[1:]]
-
-    def find(self, op: str) -> onnx.NodeProto:
-        """The last node of an operator."""
-        return [node for node in self.nodes if node.op_type == op][-1]
 
 
 @pytest.fixture(scope="module", params=list(CASES))

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from devices_models import make_job, require_device
 from onnx import TensorProto, helper, numpy_helper
-from quantize_models import make_model, make_samples, plan_model, quantize, random_samples, sqnr_db
+from quantize_models import Units, make_model, make_samples, plan_model, quantize, random_samples, sqnr_db
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
@@ -71,17 +71,16 @@ def make_net(activation: str, folder: Path) -> tuple[Model, Calibration]:
     return model, calibrate_model(model, random_samples(model, count=12), work=folder / "work")
 
 
-def roundings_before(proto: onnx.ModelProto, name: str) -> list[np.dtype[np.generic]]:
+def roundings_before(model: Model, name: str) -> set[str]:
     """The integer types that values go through between the first Conv and a tensor."""
-    makers = {output: node for node in proto.graph.node for output in node.output}
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    waiting, found = [makers[name if name in makers else f"{name}_QuantizeLinear_Input"]], []
+    units, found = Units(model), set[str]()
+    waiting = [units.makers[name if name in units.makers else f"{name}_QuantizeLinear_Input"]]
     while waiting:
         node = waiting.pop()
         if node.op_type == "QuantizeLinear":
-            found.append(stored[node.input[2]].dtype)
+            found.add(units.stored[node.input[2]].dtype.name)
         if node.op_type != "Conv":
-            waiting += [makers[each] for each in node.input if each in makers and each not in stored]
+            waiting += [units.makers[each] for each in node.input if each in units.makers]
     return found
 
 
@@ -93,7 +92,7 @@ def test_no_8_bits_lie_between_a_layer_and_what_left_8_bits(activation: str, tar
     widens = target == "qnn"
     relieved = relieve_tensors(read_float_graph(model), plan, ("r",), calibration, widens=widens)
     made = quantize_model(model, relieved, calibration, tmp_path / "q.onnx").model
-    assert {dtype.name for dtype in roundings_before(onnx.load(str(made.path)), "r")} <= {"uint16"}
+    assert roundings_before(made, "r") <= {"uint16"}
     plain = quantize_model(model, plan, calibration, tmp_path / "p.onnx").model
     assert sqnr_db(model, made) > sqnr_db(model, plain) + 6
 
@@ -108,8 +107,7 @@ def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
     for each, wide in ((plan, {}), (relieved, {"table": 2 * 50 * 16})):
         quantized = quantize_model(model, each, calibration, tmp_path / "q.onnx")
         assert quantized.wide_constants == wide
-        made = onnx.load(str(quantized.model.path))
-        (table,) = [numpy_helper.to_array(tensor) for tensor in made.graph.initializer if tensor.dims == [50, 16]]
+        (table,) = (each for each in Units(quantized.model).stored.values() if each.shape == (50, 16))
         stored[table.dtype.name] = len(np.unique(table))
     assert stored["uint16"] > 2 * stored["uint8"]
 
@@ -159,8 +157,7 @@ def test_biases_beside_data_of_16_bits_leave_room_for_the_products(
     rows: list[Tensors] = [{"x": row[None]} for row in np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)]
     calibration, plan = plan_model(model, tmp_path, "qnn", make_samples(rows), precision=precision)
     plan = msgspec.structs.replace(plan, rounding=rounding)
-    made = onnx.load(str(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path))
-    integers = [numpy_helper.to_array(tensor) for tensor in made.graph.initializer]
+    integers = Units(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model).stored.values()
     largest = max(int(np.abs(each.astype(np.int64)).max()) for each in integers if each.dtype == np.int32)
     assert 0.99 * most < largest <= most
 
@@ -184,12 +181,9 @@ def test_scales_beside_data_of_16_bits_are_large_enough_for_the_kernel(tmp_path:
     least: dict[Precision, float] = {}
     for precision in ("int16", "int8"):
         (tmp_path / precision).mkdir()
-        made = onnx.load(str(quantize_dead_channels(precision, tmp_path / precision).path)).graph
-        stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in made.initializer}
-        makers, readers = ({n: node for node in made.node for n in getattr(node, ends)} for ends in ("output", "input"))
-        conv = next(node for node in made.node if node.op_type == "Conv")
-        before, weight, after = (makers[conv.input[0]], makers[conv.input[1]], readers[conv.output[0]])
-        steps, scales, made_steps = (stored[node.input[1]] for node in (before, weight, after))
+        units = Units(quantize_dead_channels(precision, tmp_path / precision))
+        conv = next(node for node in units.nodes if node.op_type == "Conv")
+        (steps, _), (scales, _), (made_steps, _) = units.read(conv, 0), units.read(conv, 1), units.write(conv)
         # A channel of zeros has the least scale with which its bias fits, since that is less coarse than another.
         assert scales[1] < scales[0] < scales[3]
         least[precision] = float((steps * scales / made_steps).min() * 2**24)

@@ -10,6 +10,7 @@ from exported_models import draw_inputs, export_bert
 from fixture_types import present
 from onnx import numpy_helper
 from quantize_models import (
+    Units,
     dequantized_constants,
     find_searched,
     make_model,
@@ -160,29 +161,21 @@ def test_a_layer_of_two_weights_is_as_exact_as_its_activations(name: str, tmp_pa
 
 def list_layers(model: Model) -> dict[str, tuple[Array, tuple[float, float]]]:
     """The weight of each layer, rounded, and the range of its output, by the end of the output's name."""
-    graph = onnx.load(str(model.path)).graph
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    makers = {node.output[0]: node for node in graph.node}
-    rounders = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
-    found = dict[str, tuple[Array, tuple[float, float]]]()
-    for node in (node for node in graph.node if node.op_type in {"Conv", "ConvTranspose", "Gemm", "MatMul"}):
-        assert stored[makers[node.input[1]].input[0]].dtype == np.int8
-        step, zero = (stored[name] for name in rounders[node.output[0]].input[1:])
+    units, found = Units(model), dict[str, tuple[Array, tuple[float, float]]]()
+    for node in (node for node in units.nodes if node.op_type in {"Conv", "ConvTranspose", "Gemm", "MatMul"}):
+        assert units.constant(node, 1).dtype == np.int8
+        step, zero = units.write(node)
         assert zero.dtype == np.uint16
         ends = (0 - int(zero)) * float(step), (65535 - int(zero)) * float(step)
-        found[node.output[0].rpartition(".")[2]] = (
-            read_dequantized(makers[node.input[1]], stored.__getitem__),
-            ends,
-        )
+        weight = read_dequantized(units.makers[node.input[1]], units.stored.__getitem__)
+        found[node.output[0].rpartition(".")[2]] = weight, ends
     return found
 
 
 def test_the_parts_of_a_layer_reach_as_far_as_its_inputs_allow(tmp_path: Path) -> None:
     """What samples did not show, all inputs at their ends at once, is not clipped."""
     model, one, two = quantize_wide(LAYERS["product"], tmp_path)
-    weight = numpy_helper.to_array(
-        next(each for each in onnx.load(str(model.path)).graph.initializer if each.name == "m")
-    )
+    weight = Units(model).stored["m"]
     seen = np.concatenate([row["x"].reshape(-1, 12) for row in random_samples(model, 24).read()])
     (known,), parts = list_layers(one).values(), list_layers(two)
     (first, ends), (rest, (low, high)) = parts["first"], parts["rest"]
@@ -253,15 +246,12 @@ def test_a_channel_of_tiny_weights_keeps_a_scale_that_the_htp_multiplies_rightly
     calibration = calibrate(model, tmp_path)
     plan = plan_quantization(model, calibration, load_target("qnn"), "int16")
     made = quantize_model(model, msgspec.structs.replace(plan, bits={"w": 16}), calibration, tmp_path / "q.onnx").model
-    graph = onnx.load(str(made.path)).graph
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    makers = {node.output[0]: node for node in graph.node}
-    rounders = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
-    layers = [node for node in graph.node if node.op_type == "Gemm"]
+    units = Units(made)
+    layers = [node for node in units.nodes if node.op_type == "Gemm"]
     assert len(layers) == 2
     for node in layers:
-        step, scale = (stored[makers[name].input[1]] for name in node.input[:2])
-        least = (step * scale / stored[rounders[node.output[0]].input[1]]).min()
+        (step, _), (scale, _), (after, _) = units.read(node, 0), units.read(node, 1), units.write(node)
+        least = (step * scale / after).min()
         assert 2**-24 <= least < 2**-23
 
 
@@ -318,23 +308,18 @@ def test_products_of_three_dimensions_get_blocks_of_lpbq(
     plan = plan_blocks(*bert, rounding=rounding)
     require_plan(plan, bert[0], bert[1], TARGET)
     made = quantize_model(bert[0], plan, bert[1], tmp_path / "q.onnx")
-    proto = onnx.load(str(made.model.path))
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    makers = {name: node.op_type for node in proto.graph.node for name in node.output}
-    found = products(made.model.path)
+    units, found = Units(made.model), products(made.model.path)
     assert len(found) == 4
-    assert {makers[node.input[0]] for node in found} == {"DequantizeLinear"}
+    assert {units.makers[node.input[0]].op_type for node in found} == {"DequantizeLinear"}
     for node in found:
-        scales = stored[node.input[2]]
+        scales = units.stored[node.input[2]]
         steps = scales / scales.max(axis=1, keepdims=True) * 16
         assert np.allclose(steps, np.rint(steps), atol=1e-4)
         assert (scales > 0).all()
     # Nothing of what the blocks replace is left.
-    read = {name for node in proto.graph.node for name in node.input}
-    assert set(stored) <= read
-    gemms = [node for node in proto.graph.node if node.op_type == "Gemm"]
-    assert gemms
-    assert all(makers[node.input[1]] == "DequantizeLinear" for node in gemms)
+    assert set(units.stored) <= {name for node in units.makers.values() for name in node.input}
+    gemms = [node for node in units.nodes if node.op_type == "Gemm"]
+    assert {units.makers[node.input[1]].op_type for node in gemms} == {"DequantizeLinear"}
 
 
 def test_rounding_by_samples_gives_other_integers(bert: tuple[Model, Calibration], tmp_path: Path) -> None:
@@ -342,7 +327,7 @@ def test_rounding_by_samples_gives_other_integers(bert: tuple[Model, Calibration
     graph = read_float_graph(bert[0])
     for rounding in ("nearest", "comq"):
         made = quantize_model(bert[0], plan_blocks(*bert, rounding=rounding), bert[1], tmp_path / f"{rounding}.onnx")
-        stored = {each.name: numpy_helper.to_array(each) for each in onnx.load(str(made.model.path)).graph.initializer}
+        stored = Units(made.model).stored
         first = products(made.model.path)[0]
         packed, scales = stored[first.input[1]], stored[first.input[2]]
         values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1).astype(np.float32) - 8
