@@ -18,7 +18,7 @@ from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.group.group import share_models
 from edgekit.bundle.manifest import Bucket, Buckets
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport, count_staying
+from edgekit.check.report import CheckReport, count_of, count_staying
 from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data.padding import pad_samples
 from edgekit.data.samples import Samples, select_samples, spread_indices
@@ -84,6 +84,10 @@ def convert_to_half(
     converted = convert_to_fp16(prepared, kept, out)
     if converted.clamped:
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
+    if converted.raised:
+        names = ", ".join(converted.raised[:5])
+        what = f"the epsilon of {count_of(len(converted.raised), 'node')}"
+        notes.append(f"{what} is 1e-7, because fp16 makes a smaller one 0: {names}")
     return converted.model
 
 

@@ -34,7 +34,8 @@ _GAIN_DB = 15.0
 _FIT_DB = 20.0
 _SAMPLES = 4
 _OVERFLOW = (
-    "overflows in half precision, where the float model does not: a value inside lies beyond 65504;"
+    "overflows in half precision, where the float model does not: a value inside lies beyond 65504, or one below 3e-8,"
+    " which becomes 0, divides;"
     " edgekit compare SOURCE MODEL --layers names the layer; scale its values, or leave it in float32 where the target"
     " computes that: build again with samples that reach as far, or with --precision fp32"
 )

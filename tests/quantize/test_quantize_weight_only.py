@@ -419,6 +419,20 @@ def test_weights_beyond_the_largest_half_are_named(tmp_path: Path) -> None:
     assert convert_to_fp16(model, (), tmp_path / "h.onnx").clamped == ("w",)
 
 
+def test_an_epsilon_that_half_precision_rounds_to_zero_is_raised(tmp_path: Path) -> None:
+    norms = " ".join(
+        f"[{name}] {name} = LayerNormalization<axis=-1, epsilon={epsilon}>(x, w)"
+        for name, epsilon in (("a", "1.0e-12"), ("b", "1.0e-5"), ("c", "1.0e-12"))
+    )
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x) => (float[2,4] a, float[2,4] b, float[2,4] c)
+        <float[4] w = {{1, 2, 3, 4}}> {{ {norms} }}"""
+    half = convert_to_fp16(load_model(parse_model(text, tmp_path / "m.onnx")), ("c",), tmp_path / "h.onnx")
+    assert half.raised == ("a",)
+    found = {node.name: node.attribute for node in read_proto(half.model).graph.node if node.attribute}
+    epsilons = [next(each.f for each in found[name] if each.name == "epsilon") for name in "abc"]
+    assert epsilons == pytest.approx([1e-7, 1e-5, 1e-12])
+
+
 @pytest.mark.parametrize(
     "body",
     [

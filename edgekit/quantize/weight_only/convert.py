@@ -55,17 +55,23 @@ def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
                 yield f"node '{node.name}': {np.count_nonzero(found)} of {found.size} blocks {what}; {first}"
 
 
+# float16 rounds numbers below 3e-8 to zero. The converter raises constants to the same.
+_LEAST_EPSILON = 1e-7
+
+
 class Fp16Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that computes in float16, and the weights whose values float16 cannot hold, which were clamped."""
+    """A model that computes in float16, the weights that were clamped to its range, and nodes with a raised epsilon."""
 
     model: Model
     clamped: tuple[str, ...]
+    raised: tuple[str, ...]
 
 
 def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     """Writes the fp16 form of a prepared float32 model; inputs and outputs stay float32, and so do the `kept` nodes.
 
-    Keep in float32 the nodes that the provider leaves to the CPU, which has few fp16 kernels.
+    Keep in float32 the nodes that the provider leaves to the CPU, which has few fp16 kernels. An `epsilon` that float16
+    rounds to zero becomes 1e-7: with it a provider divides a row of equal numbers, of which nothing is left, by zero.
 
     Raises:
         ModelError: the model cannot be converted.
@@ -74,6 +80,7 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     proto = read_proto(model)
     converted = convert_floats(proto, kept, model.path.name)
     name_nodes(converted.graph)
+    raised = tuple(name for node in converted.graph.node if node.name not in kept for name in _raise_epsilon(node))
     written = save_proto(converted, out)
     # A session without optimizers is quick to make, and shows whether ONNX Runtime loads the graph.
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
@@ -83,7 +90,15 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
         for tensor in proto.graph.initializer
         if tensor.name in float16 and (np.abs(numpy_helper.to_array(tensor)) > MAX_HALF).any()
     )
-    return Fp16Model(model=written, clamped=tuple(clamped))
+    return Fp16Model(model=written, clamped=tuple(clamped), raised=raised)
+
+
+def _raise_epsilon(node: onnx.NodeProto) -> Iterator[str]:
+    """Yields the name of a node whose epsilon float16 rounds to zero, and makes it larger in place."""
+    for attribute in node.attribute:
+        if attribute.name == "epsilon" and attribute.f < _LEAST_EPSILON:
+            attribute.f = _LEAST_EPSILON
+            yield node.name
 
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
