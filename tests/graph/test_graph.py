@@ -44,6 +44,12 @@ def test_a_window_that_begins_behind_the_input_makes_no_element() -> None:
     assert (len(graph.model.functions), len(graph.model.opset_import)) == (0, 2)
 
 
+def test_an_stft_is_one_sided_unless_it_says_otherwise() -> None:
+    graph = view("""(float[1,800,1] x) => (int64[N] f) <int64 s = {160}, int64 l = {400}>
+        { y = STFT(x, s, , l) z = STFT<onesided=0>(x, s, , l) f = Shape(y) }""")
+    assert [graph.value(name).shape for name in "yz"] == [(1, 3, 201, 2), (1, 3, 400, 2)]
+
+
 def test_an_output_is_moved_if_nothing_computes_on_its_way() -> None:
     graph = view("""(float[2] x, float[1] c) => (float[4] y, float[3] z, float[2] w)
         <float s = {0.1}, uint8 o = {3}, int64[2] p = {1,1}> { q = com.microsoft.QuantizeLinear(x, s, o)
