@@ -18,12 +18,7 @@ from edgekit.model.tensors import DTYPES, Array, Tensors
 
 pytestmark = pytest.mark.slow
 
-TARGETS = {
-    "host": "nnapi",
-    "emulated": "coreml",
-    "qnn-htp-sim": "qnn",
-    "android:x86_64": "xnnpack",
-}
+TARGETS = {"host": "nnapi", "emulated": "coreml", "qnn-htp-sim": "qnn", "android:x86_64": "xnnpack"}
 
 
 @pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64"])

@@ -10,12 +10,14 @@ import numpy as np
 import onnx
 import pytest
 from devices_models import make_job, require_device, run_in
+from fixture_types import present
 from onnx import TensorProto, compose, helper, numpy_helper
 from tiny_models import parse_model, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.data.samples import list_samples
+from edgekit.devices.device import DeviceRun
 from edgekit.jobs.build import build
 from edgekit.jobs.check import fix_for_target
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
@@ -43,8 +45,36 @@ def write_silu(path: Path, rows: object, columns: object, factors: str = "cd, sd
     return parse_model(text.replace("TYPE", "uint16").replace("MIDDLE", middle), path)
 
 
+def simulate(model: Path, sample: Tensors, folder: Path, precision: Precision = "int8") -> DeviceRun:
+    """Runs a model on one sample in the simulator."""
+    return run_in(require_device("qnn-htp-sim", "qnn"), make_job(model, "qnn", [sample], precision=precision), folder)
+
+
+def compute_here(model: Path, sample: Tensors) -> Tensors:
+    """Returns what the CPU computes."""
+    return CpuSession(model, SessionSettings()).run(sample)
+
+
+def ratio_db(wanted: Array, got: Array) -> float:
+    """Returns the ratio in dB of what is wanted to the distance from it."""
+    return 10 * float(np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum()))
+
+
+def save_rows(folder: Path, rows: Array) -> Data:
+    """Writes samples of the input x."""
+    np.savez(folder / "d.npz", x=rows.astype(np.float32))
+    return Data(source=str(folder / "d.npz"))
+
+
+def build_model(model: Path, data: Data, precision: Precision) -> Path:
+    """Returns the ONNX file of a bundle for QNN."""
+    recipe = Recipe(targets=("qnn",), precision=precision, forms=("onnx",))
+    (bundle,) = build(model, data, model.parent / "out", recipe, verify=False).bundles
+    return present(bundle.path) / "model.onnx"
+
+
 def measure_simulator(model: Path, work: Path) -> float:
-    """Returns the ratio in dB of what the CPU computes to the simulator's distance from it."""
+    """Returns such a ratio of what the CPU computes to the simulator's distance from it."""
     (ratio,) = measure_side_by_side([model], work)
     return ratio
 
@@ -57,12 +87,10 @@ def measure_side_by_side(models: Sequence[Path], work: Path) -> list[float]:
     shapes = [[int(str(size)) for size in spec.shape or ()] for spec in load_model(work / "all.onnx").inputs]
     values = [np.random.default_rng(0).uniform(-4, 4, shape) for shape in shapes]
     sample = {f"{at}_x": value.astype(np.float32) for at, value in enumerate(values)}
-    run = run_in(require_device("qnn-htp-sim", "qnn"), make_job(work / "all.onnx", "qnn", [sample]), work / "run")
+    run = simulate(work / "all.onnx", sample, work / "run")
     assert (run.failure, run.notes) == (None, ())
-    wanted = CpuSession(work / "all.onnx", SessionSettings()).run(sample)
-    (got,) = run.outputs
-    pairs = [(wanted[f"{at}_y"], got[f"{at}_y"]) for at in range(len(models))]
-    return [10 * float(np.log10((one**2).sum() / ((one - other) ** 2).sum())) for one, other in pairs]
+    wanted, (got,) = compute_here(work / "all.onnx", sample), run.outputs
+    return [ratio_db(wanted[f"{at}_y"], got[f"{at}_y"]) for at in range(len(models))]
 
 
 @pytest.mark.slow
@@ -95,7 +123,7 @@ def test_a_silu_of_16_bits_on_an_image_is_split(
     assert after - before == (Counter(QuantizeLinear=1, DequantizeLinear=1) if changes else Counter())
     size = tuple(16 if isinstance(each, str) else int(str(each)) for each in (rows, columns))
     x = np.random.default_rng(1).uniform(-4, 4, (1, 4, *size)).astype(np.float32)
-    wanted, got = (CpuSession(each, SessionSettings()).run({"x": x})["y"] for each in (path, fixed))
+    wanted, got = (compute_here(each, {"x": x})["y"] for each in (path, fixed))
     # A value of x moves by one step of 0.0003 at most, and y by 1.1 times as much and half a step of its own.
     assert np.abs(wanted - got).max() <= (0.00049 if changes else 0)
 
@@ -114,11 +142,8 @@ def test_a_build_in_16_bits_splits_silu(tmp_path: Path) -> None:
         " { c = Conv(x, w) s = Sigmoid(c) m = Mul(c, s) y = Conv(m, w) }",
         tmp_path / "m.onnx",
     )
-    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(16, 4, 10, 10)).astype(np.float32))
-    recipe = Recipe(targets=("qnn",), precision="int16", forms=("onnx",))
-    (bundle,) = build(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
-    assert bundle.path is not None, bundle.failure
-    made = onnx.load(str(bundle.path / "model.onnx")).graph
+    data = save_rows(tmp_path, np.random.default_rng(0).normal(size=(16, 4, 10, 10)))
+    made = onnx.load(str(build_model(path, data, "int16"))).graph
     makers = {name: node for node in made.node for name in node.output}
     (product,) = (node for node in made.node if node.op_type == "Mul")
     (gate,) = (node for node in made.node if node.op_type == "Sigmoid")
@@ -128,7 +153,7 @@ def test_a_build_in_16_bits_splits_silu(tmp_path: Path) -> None:
 
 
 _WEIGHTED = "float[4,4,1,1] w = {1,-2,3,1,-1,2,1,1,2,1,1,-3,1,2,-1,1}"
-STEP_IN, STEP_OUT = np.float32(8 / 65535), np.float32(40 / 65535)
+STEP_IN, STEP_OUT = 8 / 65535, 40 / 65535
 
 
 def make_product(path: Path) -> Path:
@@ -147,8 +172,12 @@ def between_16_bits(path: Path, out: Path, *, free_scales: bool = False) -> Path
         scales = numpy_helper.to_array(stored[node.input[2]]) * np.array([1.0, 0.93], np.float32)
         stored[node.input[2]].CopyFrom(numpy_helper.from_array(scales.astype(np.float32), node.input[2]))
     middle = np.array(32768, np.uint16)
-    constants = {"step_in": STEP_IN, "step_out": STEP_OUT, "middle": middle}
-    graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items())
+    constants: dict[str, Array] = {
+        "step_in": np.array(STEP_IN, np.float32),
+        "step_out": np.array(STEP_OUT, np.float32),
+        "middle": middle,
+    }
+    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     node.input[0], node.output[0] = "xd", "yf"
     pairs = (("x", "xq", "xd", "step_in"), ("yf", "yq", "y", "step_out"))
     for source, integers, made, step in pairs:
@@ -175,11 +204,8 @@ def error_in_steps(model: Path, soc: str, work: Path) -> float:
     samples: list[Tensors] = [{"x": rng.uniform(-3, 3, (1, 4, 64)).astype(np.float32)} for _ in range(3)]
     run = run_in(device, make_job(model, target, samples), work)
     assert (run.failure, run.notes) == (None, ())
-    session = CpuSession(model, SessionSettings())
-    pairs: list[tuple[Array, Array]] = [
-        (session.run(sample)["y"], got["y"]) for sample, got in zip(samples, run.outputs, strict=True)
-    ]
-    return max(float(np.abs(want - got).max()) for want, got in pairs) / float(STEP_OUT)
+    pairs = zip(samples, run.outputs, strict=True)
+    return max(float(np.abs(compute_here(model, sample)["y"] - got["y"]).max()) for sample, got in pairs) / STEP_OUT
 
 
 @pytest.mark.slow
@@ -203,11 +229,11 @@ def test_blocks_without_lpbq_have_scales_that_lpbq_cannot_hold(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> None:
-    device, path = require_device("qnn-htp-sim", "qnn"), tmp_path / "m.onnx"
+    path = tmp_path / "m.onnx"
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 0]) for name in "xy")
     proto = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"], "relu")], "g", [x], [y]))
     onnx.save(proto, str(path))
-    run = device.run_job(make_job(path, "qnn", [{"x": np.zeros((1, 0), np.float32)}]), tmp_path)
+    run = simulate(path, {"x": np.zeros((1, 0), np.float32)}, tmp_path / "run")
     assert str(run.failure).startswith("input 'x' has no elements")
 
 
@@ -218,11 +244,11 @@ def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> Non
 def test_a_build_in_16_bits_reshapes_softplus(tail: str, precision: Precision, reshapes: int, tmp_path: Path) -> None:
     text = f"g (float[1,4,8,6] x) => (float[1,4,8,6] y) <{_WEIGHTED}> {{ c = Conv(x, w) {tail} }}"
     path, out = parse_model(text, tmp_path / "m.onnx"), tmp_path / "q.onnx"
-    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(24, 1, 4, 8, 6)).astype(np.float32))
-    quantize_for(path, Data(source=str(tmp_path / "d.npz")), out, Recipe(targets=("qnn",), precision=precision))
+    data = save_rows(tmp_path, np.random.default_rng(0).normal(size=(24, 1, 4, 8, 6)))
+    quantize_for(path, data, out, Recipe(targets=("qnn",), precision=precision))
     assert sum(node.op_type == "Reshape" for node in onnx.load(str(out)).graph.node) == reshapes
     sample = {"x": np.ones((1, 4, 8, 6), np.float32)}
-    one, two = (CpuSession(each, SessionSettings()).run(sample)["y"] for each in (path, out))
+    one, two = (compute_here(each, sample)["y"] for each in (path, out))
     assert np.abs(one - two).max() < 0.1 * np.abs(one).max()
 
 
@@ -245,8 +271,7 @@ def test_the_change_to_nhwc_leaves_a_transpose_at_the_end(result: str, tail: str
     reports = {model.path: check_model(model, target)} | ({fixed.model.path: fixed.after} if id_ else {})
     assert [report.verdict == "yes" for report in reports.values()] == [False, True][: len(reports)]
     for path, report in reports.items():
-        job = make_job(path, "qnn", [{"x": np.ones((1, 4, 8, 6), np.float32)}])
-        run = run_in(require_device("qnn-htp-sim", "qnn"), job, tmp_path / path.stem)
+        run = simulate(path, {"x": np.ones((1, 4, 8, 6), np.float32)}, tmp_path / path.stem)
         # If the first of them runs as a whole with a new version of QNN, the rule of check can go.
         assert (run.failure is None and not run.notes) == (report.verdict == "yes")
 
@@ -256,11 +281,8 @@ def test_a_cast_of_uint8_makes_ones_and_is_avoided(tmp_path: Path) -> None:
     path = parse_model("g (uint8[1,64] x) => (float[1,64] y) { c = Cast<to=1>(x) y = Neg(c) }", tmp_path / "m.onnx")
     sample: Tensors = {"x": np.arange(64, dtype=np.uint8)[None]}
     fixed = fix_for_target(load_model(path), tmp_path / "fixed.onnx", load_target("qnn"), stays_float=True).model
-    found = []
-    for each in (path, fixed.path):
-        job = make_job(each, "qnn", [sample], precision="fp32")
-        run = run_in(require_device("qnn-htp-sim", "qnn"), job, tmp_path / each.stem)
-        found.append(np.abs(next(iter(run.outputs))["y"] + sample["x"]).max())
+    runs = [simulate(each, sample, tmp_path / each.stem, "fp32") for each in (path, fixed.path)]
+    found = [np.abs(next(iter(run.outputs))["y"] + sample["x"]).max() for run in runs]
     # If the first is 0 with a new version of QNN, its kernel is right, and the rewrite can go.
     assert found == pytest.approx([62, 0], abs=0.1)
 
@@ -275,9 +297,7 @@ def test_float_kernels_that_are_wrong_for_some_values_are_avoided(tmp_path: Path
     path, sample = parse_model(text, tmp_path / "m.onnx"), {"x": np.array([[-0.0, 0, 1, 4]], np.float32)}
     fixed = fix_model(load_model(path), tmp_path / "fixed.onnx", list_required(load_target("qnn"), stays_float=True))
     wrong, right = (
-        next(iter(run_in(device, make_job(each, "qnn", [sample], precision="fp32"), tmp_path / each.stem).outputs))
-        for device in [require_device("qnn-htp-sim", "qnn")]
-        for each in (path, fixed.model.path)
+        next(iter(simulate(each, sample, tmp_path / each.stem, "fp32").outputs)) for each in (path, fixed.model.path)
     )
     # If one of these is right with a new version of QNN, its rewrite can go.
     faulty = (("square", 0), ("root", 0), ("power", 2), ("soft", 2), ("cut", 3))
@@ -401,8 +421,8 @@ def test_float_nodes_of_a_build_in_8_bits_are_rewritten(tmp_path: Path) -> None:
     text = f"""g (float[1,4,6,5] x) => (float[1,4,6,5] y, float[1,4,6,5] z) <{_WEIGHTED}>
         {{ c = Conv(x, w) i = Cast<to=7>(c) y = Cast<to=1>(i) z = Conv(c, w) }}"""
     path = parse_model(text, tmp_path / "m.onnx")
-    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(16, 1, 4, 6, 5)).astype(np.float32))
-    quantize_for(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "q.onnx", Recipe(targets=("qnn",)))
+    data = save_rows(tmp_path, np.random.default_rng(0).normal(size=(16, 1, 4, 6, 5)))
+    quantize_for(path, data, tmp_path / "q.onnx", Recipe(targets=("qnn",)))
     made = onnx.load(str(tmp_path / "q.onnx")).graph
     assert {"Cast", "Floor"} & {node.op_type for node in made.node} == {"Floor"}
     # What was only needed for the rewrites is not in the file.
@@ -451,12 +471,9 @@ def test_a_batch_normalization_alone_is_quantized_as_a_conv(tmp_path: Path) -> N
         "(float[1,8,9,7] x) => (float[1,4,7,5] y) { b = BatchNormalization(x, s, o, m, v) r = Relu(b) y = Conv(r, w) }"
     )
     model = save_net(text, tmp_path / "m.onnx", s=gain, o=shift, m=mean, v=variance, w=weight)
-    np.savez(tmp_path / "d.npz", x=rng.normal(0, 2, (16, 8, 9, 7)).astype(np.float32))
-    recipe = Recipe(targets=("qnn",), precision="int8", forms=("onnx",))
-    (bundle,) = build(model.path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
-    assert bundle.path is not None, bundle.failure
-    assert Counter(node.op_type for node in onnx.load(str(bundle.path / "model.onnx")).graph.node)["Conv"] == 2
-    assert measure_simulator(bundle.path / "model.onnx", tmp_path / "run") > 30
+    built = build_model(model.path, save_rows(tmp_path, rng.normal(0, 2, (16, 8, 9, 7))), "int8")
+    assert Counter(node.op_type for node in onnx.load(str(built)).graph.node)["Conv"] == 2
+    assert measure_simulator(built, tmp_path / "run") > 30
 
 
 @pytest.mark.slow
@@ -472,9 +489,8 @@ def test_a_layer_has_the_range_after_its_relu_behind_a_reshape_or_cannot_be_fina
         tmp_path / "m.onnx",
         **weights,
     ).path
-    np.savez(tmp_path / "d.npz", x=rng.normal(size=(32, 1, 64, 16)).astype(np.float32))
-    out, options = tmp_path / "q.onnx", QuantizeOptions(method="minmax")
-    quantize_for(path, Data(source=str(tmp_path / "d.npz")), out, Recipe(targets=("qnn",)), options)
+    out, data = tmp_path / "q.onnx", save_rows(tmp_path, rng.normal(size=(32, 1, 64, 16)))
+    quantize_for(path, data, out, Recipe(targets=("qnn",)), QuantizeOptions(method="minmax"))
     assert measure_simulator(out, tmp_path / "work") > 30
 
     # The same values, but the layer keeps those that its Relu cuts off: the Reshape between them computes in float.
@@ -487,8 +503,7 @@ def test_a_layer_has_the_range_after_its_relu_behind_a_reshape_or_cannot_be_fina
     for node in pair:
         node.input[1:] = both_signs
     onnx.save(proto, str(out))
-    sample = {"x": np.zeros((1, 64, 16), np.float32)}
-    run = require_device("qnn-htp-sim", "qnn").run_job(make_job(out, "qnn", [sample]), tmp_path)
+    run = simulate(out, {"x": np.zeros((1, 64, 16), np.float32)}, tmp_path / "other")
     # If this fails with a new version of QNN, it takes such a Reshape.
     assert run.failure is not None
     assert "1002" in run.failure
@@ -503,7 +518,7 @@ def test_floats_run_as_fp16_and_the_log_of_smaller_values_is_wrong(tmp_path: Pat
     run = require_device("qnn-htp-sim", "qnn").run_job(make_job(model, "qnn", samples, precision="fp16"), tmp_path)
     assert (run.failure, run.notes) == (None, ())
     for sample, outputs, is_right in zip(samples, run.outputs, (False, True), strict=True):
-        distance = np.abs(CpuSession(model, SessionSettings()).run(sample)["y"] - outputs["y"])
+        distance = np.abs(compute_here(model, sample)["y"] - outputs["y"])
         assert bool(distance.max() < 0.05) == is_right
         # Where halves hold the power, its logarithm is right.
         assert distance[sample["x"] ** 2 > 1e-5].max() < 0.05
@@ -535,17 +550,13 @@ def test_the_kernel_of_an_lstm_is_coarse_and_its_parts_are_not(tmp_path: Path) -
 def test_a_quantized_lstm_is_written_in_parts_and_computes_the_same(tmp_path: Path) -> None:
     path, rng = write_lstm(tmp_path / "m.onnx"), np.random.default_rng(1)
     rows: Array = rng.normal(size=(16, 24, 1, 16)).astype(np.float32)
-    np.savez(tmp_path / "d.npz", x=rows)
-    data, recipe = Data(source=str(tmp_path / "d.npz")), Recipe(targets=("qnn",))
-    report = quantize_for(path, data, tmp_path / "parts.onnx", recipe)
+    report = quantize_for(path, save_rows(tmp_path, rows), tmp_path / "parts.onnx", Recipe(targets=("qnn",)))
     assert report.taken == "277 of 277 nodes in 1 partition"
     ops = Counter(node.op_type for node in onnx.load(str(report.out)).graph.node)
     assert (ops["LSTM"], ops["Tanh"]) == (0, 2 * 24)
     # The plan was measured with one node, as it is written where the steps have no fixed number.
-    wanted, got = (CpuSession(each, SessionSettings()).run({"x": rows[0]})["y"] for each in (path, report.out))
-    assert 10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum()) == pytest.approx(
-        report.predicted.sqnr_db, abs=1.5
-    )
+    wanted, got = (compute_here(each, {"x": rows[0]})["y"] for each in (path, report.out))
+    assert ratio_db(wanted, got) == pytest.approx(report.predicted.sqnr_db, abs=1.5)
 
 
 @pytest.mark.slow
@@ -562,6 +573,4 @@ def test_an_old_htp_takes_a_weight_of_16_bits_as_the_sum_of_two(tmp_path: Path) 
     quantized = quantize_model(model, wide, calibration, tmp_path / "q.onnx").model
     run = run_in(require_device("qnn-htp-sim", target), make_job(quantized.path, target, rows[:1]), tmp_path / "run")
     assert (run.failure, run.notes) == (None, ())
-    wanted = CpuSession(model.path, SessionSettings()).run(rows[0])["y"]
-    distance = wanted - next(iter(run.outputs))["y"]
-    assert 10 * np.log10((wanted**2).sum() / (distance**2).sum()) > 52
+    assert ratio_db(compute_here(model.path, rows[0])["y"], next(iter(run.outputs))["y"]) > 52

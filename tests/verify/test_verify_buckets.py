@@ -207,12 +207,7 @@ def test_what_no_bucket_can_hold_is_refused(
     data = write_samples(tmp_path / "d", lengths)
     recipe = Recipe(targets=("cpu",), precision="fp32", dims={"batch": 1}, buckets={"sequence": SIZES})
     with pytest.raises(error, match=said):
-        build(
-            write_net(tmp_path),
-            Data(source=data, evaluation=data),
-            tmp_path / "o",
-            replace(recipe, **changes),
-        )
+        build(write_net(tmp_path), Data(source=data, evaluation=data), tmp_path / "o", replace(recipe, **changes))
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,7 @@ def test_a_device_that_gives_something_else_each_time_is_told_from_a_wrong_layer
         lie=lambda rows: [{"y": row["y"] * rng.normal(size=row["y"].shape).astype(np.float32)} for row in rows],
     )
     plan = (replace(bundle.manifest.verification[0], device="emulated", form="onnx"),)
-    bundle = replace(bundle, manifest=replace(bundle.manifest, verification=plan))
-    run = verify_bundle(bundle, [noisy]).runs[0]
+    run = verify_bundle(restate(bundle, verification=plan), [noisy]).runs[0]
     assert "output 'y' is another when the device runs the same samples again" in run.failures
 
 

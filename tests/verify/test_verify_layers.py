@@ -42,6 +42,9 @@ from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.two_models import compare_models
 
+TENSORS = ["x", "r0", "r1", "r2", "r3", "r4", "pooled", "y"]
+"""What each layer of the network gives, behind its Relu."""
+
 
 def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]) -> None:
     layers = compare_layers(*models, make_images())
@@ -50,7 +53,7 @@ def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]
     assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 25 for layer in layers)
     assert find_first_bad(layers) is None
     # A folded Relu is compared behind its rounding.
-    assert [layer.tensor for layer in layers] == ["x", "r0", "r1", "r2", "r3", "r4", "pooled", "y"]
+    assert [layer.tensor for layer in layers] == TENSORS
     # Errors pile up, but a layer's own error does not.
     (deep,) = (layer for layer in layers if layer.tensor == "r4")
     assert present(deep.sqnr_db) < present(deep.own_sqnr_db) - 3
@@ -252,16 +255,7 @@ def test_where_names_match_the_order_is_not_searched(
     """In time that grows with the cube: 400 equal layers took seconds."""
     graphs = [read_graph(model) for model in models]
     monkeypatch.setattr(matching, "SequenceMatcher", None)
-    assert [item.tensor for item in matching.match_tensors(*graphs)] == [
-        "x",
-        "r0",
-        "r1",
-        "r2",
-        "r3",
-        "r4",
-        "pooled",
-        "y",
-    ]
+    assert [item.tensor for item in matching.match_tensors(*graphs)] == TENSORS
 
 
 def test_inputs_and_outputs_without_a_common_name_go_by_their_places(

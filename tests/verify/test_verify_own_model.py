@@ -37,13 +37,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("clipping")
     save_model(folder / "line.onnx")
     np.savez(folder / "data.npz", x=np.random.default_rng(0).uniform(-1, 1, size=(32, 1, 2)).astype(np.float32))
-    build(
-        folder / "line.onnx",
-        Data(source=str(folder / "data.npz")),
-        folder / "out",
-        Recipe(targets=("nnapi",)),
-        verify=False,
-    )
+    data, recipe = Data(source=str(folder / "data.npz")), Recipe(targets=("nnapi",))
+    build(folder / "line.onnx", data, folder / "out", recipe, verify=False)
     return open_bundle(folder / "out" / "line-nnapi")
 
 

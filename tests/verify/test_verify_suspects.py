@@ -269,8 +269,7 @@ def test_a_finding_fails_a_run_whose_figures_are_good(tmp_path: Path) -> None:
     forgetful = InProcess(evidence=Evidence.EMULATED, retell=lambda _job, _run: {"placement": placement})
     bundle = make_bundle(tmp_path)
     plan = replace(bundle.manifest.verification[0], device="emulated", form="onnx")
-    bundle = restate(bundle, verification=(plan,))
-    run = verify_bundle(bundle, [forgetful]).runs[0]
+    run = verify_bundle(restate(bundle, verification=(plan,)), [forgetful]).runs[0]
     assert run.passed
     assert not replace(run, findings=("the saved runtime optimisations were ignored",)).passed
     assert replace(run, traps=("a trap alone explains nothing",)).passed

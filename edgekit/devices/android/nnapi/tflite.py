@@ -35,7 +35,7 @@ class ModelBuilder:
         kinds = {operand.type for operand in network.operands}
         signed = {OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL, OperandType.TENSOR_QUANT8_ASYMM_SIGNED}
         self.is_signed = bool(kinds & signed)
-        self.buffers = [self._make("Buffer")]
+        self.buffers = [self.schema.BufferT()]
         self.tensors: list[Any] = []
         self.places: dict[int, int] = {}
         self.codes: list[Any] = []
@@ -87,11 +87,10 @@ class ModelBuilder:
             if self.network.relaxed and operand.type == OperandType.TENSOR_FLOAT32:
                 with np.errstate(over="ignore"):
                     stored = value.astype(np.float16).astype(np.float32)
-            self.buffers.append(self._make("Buffer", data=np.frombuffer(stored.tobytes(), np.uint8)))
+            self.buffers.append(self.schema.BufferT(data=np.frombuffer(stored.tobytes(), np.uint8)))
             fields["buffer"] = len(self.buffers) - 1
         if scales := operand.channel_scales or ((operand.scale,) if operand.scale else ()):
-            fields["quantization"] = self._make(
-                "QuantizationParameters",
+            fields["quantization"] = self.schema.QuantizationParametersT(
                 scale=list(scales),
                 zeroPoint=[operand.zero_point - (128 if as_int8 else 0)] * len(scales),
                 quantizedDimension=operand.channel_dimension,
@@ -128,24 +127,17 @@ class ModelBuilder:
     def finish(self) -> bytes:
         """Returns the serialized model."""
         outputs = [self.tensor(place) for place in self.network.outputs]
-        graph = self._make(
-            "SubGraph", inputs=self.inputs, outputs=outputs, tensors=self.tensors, operators=self.operators
+        graph = self.schema.SubGraphT(
+            inputs=self.inputs, outputs=outputs, tensors=self.tensors, operators=self.operators
         )
-        model = self._make("Model", version=3, operatorCodes=self.codes, subgraphs=[graph], buffers=self.buffers)
+        model = self.schema.ModelT(version=3, operatorCodes=self.codes, subgraphs=[graph], buffers=self.buffers)
         buffer: Any = flatbuffers.Builder(1 << 16)
         buffer.Finish(model.Pack(buffer), b"TFL3")
         return bytes(buffer.Output())
 
-    def _make(self, kind: str, **fields: Any) -> Any:
-        """Returns an object of TFLite's schema."""
-        instance = getattr(self.schema, f"{kind}T")()
-        for name, value in fields.items():
-            setattr(instance, name, value)
-        return instance
-
     def _add_tensor(self, shape: Sequence[int], element: int, **fields: Any) -> int:
         name = f"t{len(self.tensors)}".encode()
-        self.tensors.append(self._make("Tensor", shape=list(shape), type=element, name=name, **fields))
+        self.tensors.append(self.schema.TensorT(shape=list(shape), type=element, name=name, **fields))
         return len(self.tensors) - 1
 
     def _add_operator(
@@ -154,13 +146,13 @@ class ModelBuilder:
         code, given = getattr(self.schema.BuiltinOperator, name), dict[str, Any]()
         if options:
             kind = getattr(self.schema.BuiltinOptions, options)
-            given = {"builtinOptionsType": kind, "builtinOptions": self._make(options, **fields)}
+            given = {"builtinOptionsType": kind, "builtinOptions": getattr(self.schema, f"{options}T")(**fields)}
         self.operators.append(
-            self._make("Operator", opcodeIndex=len(self.codes), inputs=list(inputs), outputs=list(outputs), **given)
+            self.schema.OperatorT(opcodeIndex=len(self.codes), inputs=list(inputs), outputs=list(outputs), **given)
         )
         version = _VERSIONS.get(name, 1)
         self.codes.append(
-            self._make("OperatorCode", builtinCode=code, deprecatedBuiltinCode=min(code, 127), version=version)
+            self.schema.OperatorCodeT(builtinCode=code, deprecatedBuiltinCode=min(code, 127), version=version)
         )
 
     def _add_unrounded(self, tensor: int) -> int:

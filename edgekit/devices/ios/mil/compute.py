@@ -1,7 +1,7 @@
 """Reads ML Programs and computes them, operation by operation: `python -m ...compute FOLDER`.
 
 The format of a `.mlpackage` is that of coremltools' mlmodel/format/Model.proto and MIL.proto; the messages that ONNX
-Runtime's builder writes are declared in `messages.txt`. Weights are in a blob file, see
+Runtime's builder writes are declared in `messages.textproto`. Weights are in a blob file, see
 mlmodel/src/MILBlob/Blob/StorageFormat.hpp.
 
 Each operation has the precision that it declares. In half precision, it reads halves, computes and accumulates in
@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, message_factory, text_format
 from google.protobuf.message import DecodeError
 
 from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
@@ -34,35 +34,10 @@ from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array, Tensors
 from edgekit.serialize import ready_type
 
-
-def _declare(text: str) -> Any:
-    """Declares some protobuf messages, and returns the class of the first."""
-    field = descriptor_pb2.FieldDescriptorProto
-    scalars = {
-        "int64": field.TYPE_INT64, "float": field.TYPE_FLOAT, "double": field.TYPE_DOUBLE,
-        "string": field.TYPE_STRING, "bytes": field.TYPE_BYTES,
-    }  # fmt: skip
-    file = descriptor_pb2.FileDescriptorProto(name="edgekit/mil.proto", package="mil", syntax="proto2")
-    for line in text.strip().splitlines():
-        name, _, fields = line.partition(": ")
-        message = file.message_type.add(name=name)
-        for entry in fields.split(", "):
-            number, key, kind = entry.split()
-            label = field.LABEL_REPEATED if kind[0] == "*" else field.LABEL_OPTIONAL
-            kind = kind.removeprefix("*")
-            declared = message.field.add(name=key, number=int(number), label=label)
-            if kind in scalars:
-                declared.type = scalars[kind]
-            else:
-                declared.type_name = f".mil.{kind}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"mil.{text.split(':', maxsplit=1)[0].strip()}"))
-
-
-# Each message with its fields: number, name, type. A `*` marks a repeated field, such as the entries of a map. Other
-# fields are skipped.
-_MODEL = _declare((Path(__file__).parent / "messages.txt").read_text())
+_DECLARED = text_format.Parse(
+    (Path(__file__).parent / "messages.textproto").read_text(), descriptor_pb2.FileDescriptorProto()
+)
+_MODEL: Any = message_factory.GetMessages([_DECLARED])["mil.Model"]
 
 DTYPES: Mapping[int, type[np.generic]] = {
     1: np.bool_, 10: np.float16, 11: np.float32, 12: np.float64, 21: np.int8, 22: np.int16, 23: np.int32,
