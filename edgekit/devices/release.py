@@ -206,10 +206,10 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     machine, and `needs` has the command that installs one, by ABI. `library` is the file name of ONNX Runtime's
     library, and `pinned_sha256` the digest of the archive that edgekit fetches itself. With `option` the user gives
     another one. `unpack` reads the archive that the user gave, or fetches the pinned one into its second folder, and
-    writes the files to keep into the first. `map_imports` returns the symbol for each import; its second argument names
-    stand-ins to leave out. `header` declares the table of symbols. `flags` are compiler flags for every source,
-    `runner_flags` for the runner's. `archive_kind` is the key of the archive in the versions of reports.
-    `find_obstacle` returns why this machine cannot run the library, None if it can.
+    writes the files to keep into the first. `map_imports` returns the symbol for each import. `header` declares the
+    table of symbols. `flags` are compiler flags for every source, `runner_flags` for the runner's. `archive_kind` is
+    the key of the archive in the versions of reports. `find_obstacle` returns why this machine cannot run the library,
+    None if it can.
     """
 
     system: str
@@ -223,7 +223,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     option: str
     unpack: Callable[[Path | None, Path, Path, Progress], Release]
     header: str
-    map_imports: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
+    map_imports: Callable[[Collection[str]], Mapping[str, str]]
     flags: tuple[str, ...] = ()
     runner_flags: tuple[str, ...] = ()
     archive_kind: str = "archive"
@@ -243,15 +243,13 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the source files of the stand-in."""
         return tuple(sorted((*self.sources.glob("*.c"), *self.sources.glob("*.cpp"))))
 
-    def write_imports(self, imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
+    def write_imports(self, imports: Collection[str], path: Path) -> None:
         """Writes the C table of the functions that a library imports, with the address of each one's stand-in.
-
-        `without` names stand-ins to leave out, to test if they are needed.
 
         Raises:
             OutputError: the file cannot be written.
         """
-        places = sorted(self.map_imports(imports, without).items())
+        places = sorted(self.map_imports(imports).items())
         lines = [f'#include "{self.header}"']
         lines += [f'extern char place_{index}[] __asm__("{place}");' for index, (_, place) in enumerate(places)]
         lines += ["const struct import imports[] = {"]

@@ -14,7 +14,7 @@ from fixture_types import MakeOnce, present
 from other_machine.machine import require
 
 from edgekit.devices.android.android import find_emulator
-from edgekit.devices.android.installed import LOADER, MACHINES, list_stand_ins, read_library
+from edgekit.devices.android.installed import LOADER, MACHINES, list_stand_ins, map_imports, read_library
 from edgekit.devices.release import Compiler, Installed, find_compiler, list_compilers
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,8 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 
     def link(self, work: Path, without: Collection[str] = ()) -> bool:
         """Links the checks without some stand-ins, and returns False where that cannot be."""
-        LOADER.write_imports(self.imports, work / "imports.c", without=without)
+        places = {name: name if name in without else place for name, place in map_imports(self.imports).items()}
+        msgspec.structs.replace(LOADER, map_imports=lambda _: places).write_imports(self.imports, work / "imports.c")
         argv = [*self.compiler.c, f"-I{LOADER.sources}", "-static", "-o", str(work / "checks"), "-pthread"]
         argv += [str(work / "imports.c"), *map(str, self.objects), "-lm"]
         return subprocess.run(argv, capture_output=True, check=False).returncode == 0

@@ -35,9 +35,8 @@ def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
 
 @pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64"])
 def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_path: Path, work: Path) -> None:
-    nine = Samples(source="noise", count=9, read=lambda: iter(noise_samples(9)))
-    job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
-    run = require_device(name, TARGETS[name]).run_job(msgspec.structs.replace(job, samples=nine, budget_s=0.0), work)
+    job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], noise_samples(9), precision="fp16")
+    run = require_device(name, TARGETS[name]).run_job(msgspec.structs.replace(job, budget_s=0.0), work)
     assert (run.failure, run.outputs.count, run.stopped_early) == (None, LEAST_SAMPLES, True)
     assert any("4 of 9 samples" in note for note in run.notes)
 

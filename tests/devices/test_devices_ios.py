@@ -134,7 +134,6 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
         "__ZNSt3__15mutex4lockEv": "darwin__ZNSt3__15mutex4lockEv", "_OBJC_CLASS_$_NSData": "apple_object",
     }  # fmt: skip
     assert map_imports(places) == places
-    assert map_imports(["_open"], without=["open"]) == {"_open": "open"}
 
 
 def test_the_simulator_is_refused_on_another_cpu_than_x86_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,14 +214,14 @@ def list_stand_ins() -> dict[str, str]:
     return stand_ins
 
 
-def map_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
+def map_imports(imports: Collection[str]) -> dict[str, str]:
     """Returns the symbol for each import: the stand-in if there is one, else the C library's.
 
     NNAPI's functions are added, because the library looks them up by name at run time.
     """
     stand_ins = list_stand_ins()
     found_by_name = {name for name in stand_ins if name.startswith(("ANeuralNetworks", "ASharedMemory"))}
-    return {name: name if name in without else stand_ins.get(name, name) for name in {*imports, *found_by_name}}
+    return {name: stand_ins.get(name, name) for name in {*imports, *found_by_name}}
 
 
 LOADER = Loader(

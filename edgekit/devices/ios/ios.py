@@ -40,13 +40,13 @@ def list_stand_ins() -> frozenset[str]:
     return frozenset(name for source in LOADER.list_sources() for name in _DEFINED.findall(source.read_text()))
 
 
-def map_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
+def map_imports(imports: Collection[str]) -> dict[str, str]:
     """Returns the symbol for each import, whose name starts with Apple's underscore.
 
     A suffix after `$` selects a variant of a function and is dropped. All Objective-C classes become the same object,
     which ignores every message.
     """
-    stand_ins, places = list_stand_ins() - set(without), dict[str, str]()
+    stand_ins, places = list_stand_ins(), dict[str, str]()
     for name in imports:
         plain_name = name.removeprefix("_").partition("$")[0]
         place = f"darwin_{plain_name}" if plain_name in stand_ins else plain_name

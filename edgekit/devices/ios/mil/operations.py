@@ -117,9 +117,8 @@ def _gelu(given: Arguments) -> Array:
 
 
 def _prelu(given: Arguments) -> Array:
-    x = given.tensor("x")
-    alpha = given.tensor("alpha")
-    return np.where(x >= 0, x, x * (_per_channel(alpha, x) if alpha.ndim == 1 and x.ndim > 2 else alpha))
+    x, alpha = given.tensor("x"), given.tensor("alpha")
+    return np.where(x >= 0, x, x * (alpha.reshape(-1, *[1] * (x.ndim - 2)) if alpha.ndim == 1 else alpha))
 
 
 _UNARY: Mapping[str, Callable[[Array], Array]] = {
@@ -149,10 +148,9 @@ def _concatenate(given: Arguments) -> Array:
 
 
 def _split(given: Arguments) -> tuple[Array, ...]:
-    x, axis = given.tensor("x"), given.whole("axis", 0)
-    if (sizes := given.wholes("split_sizes")) is None:
-        return tuple(np.split(x, given.whole("num_splits", 1), axis))
-    return tuple(np.split(x, np.cumsum(sizes)[:-1], axis))
+    sizes = given.wholes("split_sizes")
+    parts = given.whole("num_splits", 1) if sizes is None else np.cumsum(sizes)[:-1]
+    return tuple(np.split(given.tensor("x"), parts, given.whole("axis", 0)))
 
 
 def _slice_by_index(given: Arguments) -> Array:
@@ -193,14 +191,6 @@ def _gather(given: Arguments) -> Array:
     return np.take(x, given.tensor("indices").astype(np.int64), axis)
 
 
-def _gather_points(given: Arguments) -> Array:
-    """Computes `gather_nd`: the last axis of `indices` holds coordinates in the first axes of `x`."""
-    if given.whole("batch_dims", 0):
-        raise ValueError("it gathers in batches")
-    places = np.moveaxis(given.tensor("indices").astype(np.int64), -1, 0)
-    return np.asarray(given.tensor("x")[tuple(places)])
-
-
 def _cast(given: Arguments) -> Array:
     name = given.text("dtype", "fp32")
     # numpy rounds towards zero here, as C does.
@@ -222,10 +212,6 @@ def _multiply(given: Arguments) -> Array:
 def _linear(given: Arguments) -> Array:
     out, bias = given.tensor("x") @ given.tensor("weight").T, given.find("bias")
     return np.asarray(out if bias is None else out + bias)
-
-
-def _per_channel(value: Array, x: Array) -> Array:
-    return value.reshape(-1, *[1] * (x.ndim - 2))
 
 
 def _normalize(op: str, *names: str) -> Compute:
@@ -405,7 +391,9 @@ OPERATIONS: Mapping[str, Compute] = {
     "erf": lambda given: run_operator("Erf", given.tensor("x")),
     "expand_dims": lambda given: np.expand_dims(given.tensor("x"), given.wholes("axes") or ()),
     "gather": _gather,
-    "gather_nd": _gather_points,
+    "gather_nd": lambda given: run_operator(
+        "GatherND", given.tensor("x"), given.tensor("indices").astype(np.int64), batch_dims=given.whole("batch_dims", 0)
+    ),
     "gelu": _gelu,
     "instance_norm": _normalize("InstanceNormalization", "x", "gamma", "beta"),
     "inverse": lambda given: 1 / (given.tensor("x") + np.float32(given.number("epsilon", 1e-4))),
