@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -10,19 +10,22 @@ import msgspec
 class Evidence(enum.StrEnum):
     """What a result is based on, best first."""
 
-    DEVICE = "device"
-    SIMULATOR = "simulator"
-    SAME_BINARY = "same-binary"
-    SAME_EP = "same-ep"
-    SAME_ARCH = "same-arch"
-    EMULATED = "emulated"
-    PREDICTED = "predicted"
-    FORECAST = "forecast"
+    meaning: str  # a description in words
 
-    @property
-    def meaning(self) -> str:
-        """A description in words."""
-        return _MEANINGS[self]
+    DEVICE = "device", "ran on the device itself"
+    SIMULATOR = "simulator", "ran the vendor's own code on this machine"
+    SAME_BINARY = "same-binary", "ran the target's provider in the very file that an app links"
+    SAME_EP = "same-ep", "ran the same execution provider on another CPU"
+    SAME_ARCH = "same-arch", "ran on the same CPU architecture with another execution provider"
+    EMULATED = "emulated", "ran edgekit's emulation of the target's arithmetic"
+    PREDICTED = "predicted", "rules only, nothing ran"
+    FORECAST = "forecast", "estimated from measured times of other networks on such devices, nothing ran"
+
+    def __new__(cls, value: str, meaning: str = "") -> Self:
+        """Returns the member with this value and meaning."""
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
     @property
     def rank(self) -> int:
@@ -32,18 +35,6 @@ class Evidence(enum.StrEnum):
     def is_at_least(self, other: "Evidence") -> bool:
         """Returns True if this evidence is as good as `other` or better."""
         return self.rank <= other.rank
-
-
-_MEANINGS = {
-    Evidence.DEVICE: "ran on the device itself",
-    Evidence.SIMULATOR: "ran the vendor's own code on this machine",
-    Evidence.SAME_BINARY: "ran the target's provider in the very file that an app links",
-    Evidence.SAME_EP: "ran the same execution provider on another CPU",
-    Evidence.SAME_ARCH: "ran on the same CPU architecture with another execution provider",
-    Evidence.EMULATED: "ran edgekit's emulation of the target's arithmetic",
-    Evidence.PREDICTED: "rules only, nothing ran",
-    Evidence.FORECAST: "estimated from measured times of other networks on such devices, nothing ran",
-}
 
 
 Verdict = Literal["pass", "fail", "not proven"]

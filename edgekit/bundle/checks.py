@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +185,12 @@ PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
 _NUMBER_OR_SWITCH = r"\d{1,9}|true|false|on|off"
 _VERSIONED_NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
 
+_REPEATED = ("settings", "provider", "minimum_ort", "thresholds", "verification", "fallback")
 TARGET_FIELDS: Mapping[str, Callable[[Target], Any]] = {
-    "target": lambda target: target.name,
-    "settings": lambda target: target.settings,
-    "provider": lambda target: target.provider,
-    "provider_options": lambda target: target.session.provider_options,
-    "session_config": lambda target: target.session.config,
-    "chain": lambda target: target.session.chain,
-    "platforms": lambda target: target.session.platforms,
-    "minimum_ort": lambda target: target.minimum_ort,
-    "thresholds": lambda target: target.thresholds,
-    "verification": lambda target: target.verification,
-    "fallback": lambda target: target.fallback,
+    "target": attrgetter("name"),
+    **{name: attrgetter(name) for name in _REPEATED},
+    **{name: attrgetter(f"session.{name}") for name in ("provider_options", "chain", "platforms")},
+    "session_config": attrgetter("session.config"),
 }
 """The fields of a manifest that repeat `target.json`, each with the function that reads it from the target."""
 

@@ -24,7 +24,7 @@ from edgekit.model.outputs import ListColumns, Reading
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
-from edgekit.serialize import ready_type
+from edgekit.serialize import fill, ready_type
 from edgekit.target import Form, Precision, Target
 
 # Operators for which ONNX defines the layout of the input: N, C, then the spatial axes.
@@ -104,14 +104,7 @@ def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: s
         inputs=_describe_tensors(contents, contents.golden.inputs, read_inputs(contents.golden), layouts),
         outputs=_describe_tensors(contents, contents.golden.outputs, read_outputs(contents.golden)),
         golden=golden,
-        placement=manifest.Placement(
-            nodes=contents.check.nodes,
-            taken=contents.check.taken,
-            partitions=contents.check.partitions,
-            taken_macs=contents.check.taken_macs,
-            providers=shares,
-            node_list=check,
-        ),
+        placement=fill(manifest.Placement, contents.check, providers=shares, node_list=check),
         ancestry=contents.ancestry,
         versions=dict(contents.versions),
         source_size_bytes=contents.source.size_bytes,
@@ -146,10 +139,9 @@ def _describe_tensors(
             ranges[name] = (min(low, known[0]), max(high, known[1]))
     noted = [(spec, tensors.get(spec.name, TensorNotes())) for spec in specs]
     return tuple(
-        manifest.BundledTensor(
-            name=spec.name,
-            dtype=spec.dtype,
-            shape=spec.shape,
+        fill(
+            manifest.BundledTensor,
+            spec,
             layout=(layouts or {}).get(spec.name, "") if notes.layout is None else notes.layout,
             value_range=ranges.get(spec.name),
             preprocessing=None if layouts is None else notes.preprocessing or contents.preprocess,

@@ -24,7 +24,7 @@ from edgekit.data.samples import select_samples
 from edgekit.errors import BundleError, UsageError, require_known
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec, shape_matches
-from edgekit.serialize import ready_type
+from edgekit.serialize import fill, ready_type
 from edgekit.target import ChainedProvider, Form, read_version
 
 Extra = Literal["all", "forms", "golden", "onnx"]
@@ -344,16 +344,14 @@ def _describe(bundle: Bundle, paths: Mapping[str, Path], test: Mapping[str, Any]
     platform_options = manifest.platforms.get(platform)
     options = platform_options.provider_options if platform_options is not None else manifest.provider_options
     inputs, outputs = _fix_shapes(bundle)
-    return Variant(
+    return fill(
+        Variant,
+        manifest,
         **test,
         name=name,
-        target=manifest.target,
-        precision=manifest.precision,
-        provider=manifest.provider,
         provider_options=dict(sorted(options.items())),
         chain=manifest.chain or (),
         session_config=dict(sorted(manifest.session_config.items())),
-        minimum_ort=manifest.minimum_ort,
         model=manifest.model_file,
         files=files,
         inputs=inputs,

@@ -268,15 +268,14 @@ def describe_layers(
         # A tensor with 16 bits has its own range.
         wide_range = plan.wide.get(name)
         planned = wide_range or plan.ranges[name]
-        yield ActivationReport(
+        yield fill(
+            ActivationReport,
+            ranked[name],
+            planned,
             tensor=name,
-            op=ranked[name].op,
             bits=16 if wide_range is not None or plan.activation == "uint16" else 8,
-            low=planned.low,
-            high=planned.high,
             seen_low=seen[name].low,
             seen_high=seen[name].high,
-            sqnr_db=ranked[name].sqnr_db,
         )
 
 

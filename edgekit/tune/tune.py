@@ -312,12 +312,13 @@ def _describe(
     alike = [it for it in tried.values() if (it.entrant.file, it.entrant.batch) == (base.file, base.batch)]
     alike = [it for it in alike if msgspec.structs.replace(it.entrant.setting, level=level) == base.setting]
     by_level = {one.entrant.setting.level: one for one in alike}
-    return TuneReport(
+    return fill(
+        TuneReport,
+        circumstances,
+        journal,
         subject=search.subject.name,
         device=setup.device.name,
         evidence=setup.device.evidence,
-        provider=circumstances.provider,
-        goal=circumstances.goal,
         machine=find_class(setup.device) or read_class(search.first.run.versions),
         defaults=DEFAULTS,
         chosen=DEFAULTS if refusal else chosen,
@@ -325,10 +326,6 @@ def _describe(
         decisions=tuple(decisions),
         levels=tuple(list_levels(setup.job_for(base), by_level, work / "levels")),
         tried=mark_pareto(tuple(tried.values())),
-        seconds=journal.seconds,
-        budget_s=journal.budget_s,
-        measurements=journal.measurements,
-        cores=circumstances.cores,
         versions=dict(sorted(search.first.run.versions.items())),
         notes=(*search.notes, *filter(None, (not_raced, not_chosen))),
     )
