@@ -17,8 +17,11 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.candidates import Draft
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched
+from edgekit.quantize.plan import draft_plan
 from edgekit.target import Precision, Target, load_target
 
 CONV_NET = """
@@ -117,6 +120,13 @@ def quantize(
     """A model in integers for a target, calibrated with these samples, or with random ones."""
     calibration, plan = plan_model(model, folder, target, samples, method, precision)
     return quantize_model(model, plan, calibration, folder / f"{target}.onnx")
+
+
+def draft_of(model: Model, calibration: Calibration, target: str, precision: Precision = "int8") -> Draft:
+    """A graph with the plan of which nothing is chosen yet."""
+    graph = read_float_graph(model)
+    plan = draft_plan(model, graph, calibration, load_target(target), precision)
+    return Draft(graph=graph, calibration=calibration, plan=plan)
 
 
 def make_search(

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from fixture_types import present
 from onnx import parser
-from quantize_models import COLLAPSING, make_model, make_samples, plan_model, random_samples
+from quantize_models import COLLAPSING, draft_of, make_model, make_samples, plan_model, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.cli.main import run_command
@@ -28,7 +28,6 @@ from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.auto import Judged, plan_minmax, prefer_draft
 from edgekit.quantize.mixed_precision.candidates import (
-    Draft,
     Judgement,
     Memo,
     Subject,
@@ -197,9 +196,7 @@ def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
 def test_roundings_that_learn_are_tried_on_what_was_judged_quickly_and_judged_once(
     net: Model, many: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = read_float_graph(net)
-    draft = Draft(graph=graph, calibration=many, plan=draft_plan(net, graph, many, load_target("cpu"), "int8"))
-    memo = Memo()
+    draft, memo = draft_of(net, many, "cpu"), Memo()
     quick = judge_draft(draft, memo)
     assert [candidate.rounding for candidate in quick.candidates] == ["bias", "nearest"]
     assert judge_draft(draft.use_unsigned(), memo) is quick
@@ -248,13 +245,12 @@ def test_a_judgement_is_shared_only_by_what_leads_to_the_same_compared_tensors(t
     text = SILU_NET.replace("y = Gemm<transB=1>(f, w2)", "z = Gemm<transB=1>(f, w2) y = Softmax(z)")
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
     calibration = calibrate_model(model, random_samples(model, count=8), work=tmp_path / "work")
-    graph = read_float_graph(model)
-    plan = draft_plan(model, graph, calibration, load_target("nnapi"), "int8")
+    draft = draft_of(model, calibration, "nnapi")
+    plan = draft.plan
     assert set(plan.grids) == {"s", "y"}
 
     def digest(**changes: object) -> str:
-        changed = msgspec.structs.replace(plan, **changes)
-        return digest_draft(Draft(graph=graph, calibration=calibration, plan=changed))
+        return digest_draft(msgspec.structs.replace(draft, plan=msgspec.structs.replace(plan, **changes)))
 
     def floats(name: str, reason: str = "") -> tuple[FloatNode, ...]:
         return (*plan.float_nodes, FloatNode(name=name, op=name[3:], reason=reason))
@@ -271,8 +267,7 @@ def test_a_judgement_is_shared_only_by_what_leads_to_the_same_compared_tensors(t
 
 
 def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model, many: Calibration) -> None:
-    graph = read_float_graph(net)
-    draft = Draft(graph=graph, calibration=many, plan=draft_plan(net, graph, many, load_target("qnn"), "int8"))
+    draft = draft_of(net, many, "qnn")
 
     def judged(*ratios: float) -> Judged:
         found = tuple(Candidate(method="mse", rounding="bias", relieved=(), sqnr_db=ratio) for ratio in ratios)
@@ -327,9 +322,7 @@ def test_best_goes_on_to_30_db_where_what_leaves_8_bits_is_float(tmp_path: Path)
 def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision, body: str) -> None:
     model = make_model(f"g (float[1,16] x) => (float[1,16] y) {{ {body} }}", tmp_path / "m.onnx")
     calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
-    graph = read_float_graph(model)
-    plan = draft_plan(model, graph, calibration, load_target("qnn"), precision)
-    draft = Draft(graph=graph, calibration=calibration, plan=plan)
+    draft = draft_of(model, calibration, "qnn", precision)
     judged = judge_draft(draft, Memo())
     assert learn_roundings(draft, judged, Memo()) == judged
     assert {(each.rounding, each.relieved, each.equalized) for each in judged.candidates} == {("nearest", (), False)}

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from quantize_models import conv_net, make_model, make_samples, quantize, random_samples
+from quantize_models import conv_net, draft_of, make_model, make_samples, quantize, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -30,13 +30,12 @@ from edgekit.quantize.gptq import (
     search_scale,
     weight_scale,
 )
-from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.sessions import open_quantized
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB
 from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.weights import WeightError, choose_kept, keep_eight, rank_weights, scale_errors
-from edgekit.quantize.plan import Candidate, draft_plan
+from edgekit.quantize.plan import Candidate
 from edgekit.quantize.qdq import round_weights
 from edgekit.target import Precision, load_target
 
@@ -151,9 +150,8 @@ def test_what_costs_most_for_its_size_keeps_8_bits(
 
 
 def draft_narrow(net: Model, calibration: Calibration, rounding: Rounding) -> Draft:
-    graph = read_float_graph(net)
-    plan = draft_plan(net, graph, calibration, load_target("qnn"), "w4a16")
-    return Draft(graph=graph, calibration=calibration, plan=msgspec.structs.replace(plan, rounding=rounding))
+    draft = draft_of(net, calibration, "qnn", "w4a16")
+    return msgspec.structs.replace(draft, plan=msgspec.structs.replace(draft.plan, rounding=rounding))
 
 
 def round_draft(draft: Draft, plan: QuantPlan) -> onnx.ModelProto:

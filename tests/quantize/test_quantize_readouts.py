@@ -42,49 +42,55 @@ TOKENS = """g (int64[1,16] x) => (float[1,16,W] y) {
   y = MatMul(e, w) }"""
 
 
-@pytest.mark.parametrize(
-    ("body", "readout", "origins"),
-    [
-        ("y = Gemm(x, w, b) }", "biased", "pw"),
-        ("y = MatMul(x, w) }", "projected", "pw"),
-        ("h = MatMul(x, w)\n y = Add(h, b) }", "biased", "pw"),
-        ("h = Gemm(x, w, b)\n y = Tanh(h) }", "shaped", "pw"),
-        ("h = MatMul(x, w)\n r = Reshape(h, [1, 3, 4])\n y = Flatten(r) }", "projected", "pw"),
-    ],
-)
-def test_a_graph_tells_who_makes_an_output(body: str, readout: str, origins: str, tmp_path: Path) -> None:
-    body = body.replace("[1, 3, 4]", "s")
-    constants = {"s": np.array([1, 3, 4])} if "(h, s)" in body else None
-    graph = read_float_graph(make_model(HEAD + body, tmp_path / "m.onnx", SHAPES, constants))
-    assert find_readout(graph, "y") == readout
-    assert [origin[0] for origin in find_origins(graph, "y")] == list(origins)
-
-
-def test_an_empty_axis_has_no_origin(tmp_path: Path) -> None:
-    text = """g (float[1,8] x) => (float[1,2,0] y) { h = MatMul(x, w) e, r = Split<axis = 1>(h, sizes)
-        y = Reshape<allowzero = 1>(e, shape) }"""
-    constants = {"sizes": np.array([0, 12]), "shape": np.array([1, 2, 0])}
-    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 12)}, constants))
-    assert set(find_origins(graph, "y")) <= {"unknown"}
-
-
 def sure(classes: int) -> Array:
     return np.asarray(RNG.normal(size=(1, classes)) + 6 * np.eye(classes)[RNG.integers(classes)], np.float32)
 
 
 @pytest.mark.parametrize(
-    ("body", "kinds"),
+    ("body", "readout", "kinds"),
     [
-        ("y = Gemm(x, w, b) }", ("classes", "")),
-        ("y = MatMul(x, w) }", ("classes", "")),
-        ("h = Gemm(x, w, b)\n y = Tanh(h) }", ("values", "embedding")),
-        ("h = Gemm(x, w, b)\n y = Softmax(h) }", ("classes", "")),
+        ("y = Gemm(x, w, b) }", "biased", ("classes", "")),
+        ("y = MatMul(x, w) }", "projected", ("classes", "")),
+        ("h = MatMul(x, w) y = Add(h, b) }", "biased", ("classes", "")),
+        ("h = Gemm(x, w, b) y = Tanh(h) }", "shaped", ("values", "embedding")),
+        ("h = Gemm(x, w, b) y = Softmax(h) }", "shaped", ("classes", "")),
+        ("h = MatMul(x, w) r = Reshape(h, s) y = Flatten(r) }", "projected", ("classes", "")),
     ],
 )
-def test_what_shapes_a_vector_makes_it_no_scores(body: str, kinds: tuple[str, str], tmp_path: Path) -> None:
-    graph = read_float_graph(make_model(HEAD + body, tmp_path / "m.onnx", SHAPES))
+def test_a_graph_tells_who_makes_an_output_and_what_shapes_a_vector_makes_it_no_scores(
+    body: str, readout: str, kinds: tuple[str, str], tmp_path: Path
+) -> None:
+    constants = {"s": np.array([1, 3, 4])} if "(h, s)" in body else None
+    graph = read_float_graph(make_model(HEAD + body, tmp_path / "m.onnx", SHAPES, constants))
+    assert find_readout(graph, "y") == readout
+    assert find_origins(graph, "y") == ("places", "weights")
     reading = read_output_kinds(graph, [{"y": sure(12)} for _ in range(8)], {})["y"]
     assert (reading.kind, reading.other) == kinds
+
+
+# As in a recurrent layer that is written step by step: each step reads the one before it twice.
+STEPS = " ".join(f"a{step} = Add(a{step - 1}, a{step - 1})" for step in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("text", "origins"),
+    [
+        (CURVE, ("places", "places")),
+        (f"g (float[1,4] x) => (float[1,4] y) {{ a0 = Relu(x) {STEPS} y = Relu(a59) }}", ("places", "unknown")),
+        ("""g (float[1,8] x) => (float[1,2,0] y) <int64[2] sizes = {0, 12}, int64[3] shape = {1, 2, 0}> {
+         h = MatMul(x, w) e, r = Split<axis = 1>(h, sizes) y = Reshape<allowzero = 1>(e, shape) }""", ("unknown",) * 3),
+    ],
+    ids=["a curve of frames", "sums of sums", "an empty axis"],
+)  # fmt: skip
+def test_axes_of_places_and_of_nothing_come_from_no_weights(
+    text: str, origins: tuple[str, ...], tmp_path: Path
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"k": (12, 3, 1), "w": (8, 12)}
+    given = {name: shape for name, shape in shapes.items() if f", {name})" in text}
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", given))
+    assert find_origins(graph, "y") == origins
+    if text == CURVE:
+        assert read_output_kinds(graph, [{"y": sure(16)} for _ in range(8)], {})["y"].kind == "values"
 
 
 def test_numbers_that_stand_out_below_as_well_as_above_may_be_a_vector(tmp_path: Path) -> None:
@@ -132,20 +138,6 @@ def test_the_numbers_whose_means_are_squashed_are_no_scores_themselves(tmp_path:
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (6, 12)}))
     rows: list[Tensors] = [{"z": sure(12), "y": np.full((1, 2), 0.5, np.float32)} for _ in range(8)]
     assert read_output_kinds(graph, rows, {})["z"].kind == "values"
-
-
-def test_a_curve_of_frames_is_no_classifier(tmp_path: Path) -> None:
-    graph = read_float_graph(make_model(CURVE, tmp_path / "m.onnx", {"k": (12, 3, 1)}))
-    assert find_origins(graph, "y") == ("places", "places")
-    assert read_output_kinds(graph, [{"y": sure(16)} for _ in range(8)], {})["y"].kind == "values"
-
-
-def test_sums_of_sums_are_not_traced_without_end(tmp_path: Path) -> None:
-    # As in a recurrent layer that is written step by step: each step reads the one before it twice.
-    steps = " ".join(f"a{step} = Add(a{step - 1}, a{step - 1})" for step in range(1, 60))
-    text = f"g (float[1,4] x) => (float[1,4] y) {{ a0 = Relu(x) {steps} y = Relu(a59) }}"
-    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {}))
-    assert find_origins(graph, "y") == ("places", "unknown")
 
 
 @pytest.mark.parametrize(("words", "kind", "other"), [(50, "sequence", ""), (40, "values", "sequence")])
