@@ -77,10 +77,10 @@ def read_output_kinds(
         if any(value.shape != first.shape for value in values):
             continue
         is_score = not _stands_beside_decisions(graph, name, outputs[0])
-        guess = next(_guess_reading(graph, name, values, is_raw_score=name in raw_scores, is_score=is_score), None)
-        if guess is not None and guess.kind == "map" and _is_sequence(name, guess.axis, guess.squash, outputs[0]):
+        guess = _guess_reading(graph, name, values, is_raw_score=name in raw_scores, is_score=is_score)
+        if guess and guess.kind == "map" and _is_sequence(name, guess.axis, guess.squash, outputs[0]):
             guess = msgspec.structs.replace(guess, kind="sequence")
-        if guess is not None and guess.other == "map" and _is_sequence(name, guess.other_axis, "", outputs[0]):
+        if guess and guess.other == "map" and _is_sequence(name, guess.other_axis, "", outputs[0]):
             guess = _read_steps(graph, name, guess)
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:
@@ -169,18 +169,19 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
 
 def _guess_reading(
     graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool, is_score: bool
-) -> Iterator[Reading]:
-    """Yields the reading of an output, nothing if its kind cannot be guessed.
+) -> Reading | None:
+    """Returns the reading of an output, None if its kind cannot be guessed.
 
     `is_raw_score` says that it has one number for each row of another output, such as a score for each of many boxes:
     these do not choose between the rows. Without `is_score` its numbers are no scores at all.
     """
     first, squash = values[0], find_squash(graph, name)
     if first.dtype.kind in "iu" and _follows_from_classes(graph, name):
-        yield Reading(kind="labels")
-    elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
-        scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(graph, name, values, squash)
-        yield (next(scores, None) if is_score else None) or _read_numbers(graph, name, values)
+        return Reading(kind="labels")
+    if first.dtype.kind != "f" or not first.size or not all(np.isfinite(value).all() for value in values):
+        return None
+    guess = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(graph, name, values, squash)
+    return guess if guess and is_score else _read_numbers(graph, name, values)
 
 
 def _stands_beside_decisions(graph: Graph, name: str, outputs: Tensors) -> bool:
@@ -259,18 +260,15 @@ def _find_channels(value: Array) -> int:
     return min(sizes, default=(True, 1, 0))[2]
 
 
-def _guess_raw_scores(values: Sequence[Array], squash: str) -> Iterator[Reading]:
-    axis = values[0].ndim - 1
-    if not squash and are_raw_scores(np.concatenate([value.reshape(-1) for value in values])):
-        yield Reading(kind="map", axis=axis, squash=RAW)
-    elif squash == "Sigmoid":
-        yield Reading(kind="map", axis=axis, squash=squash)
-    else:
-        yield Reading(kind="values", axis=axis)
+def _guess_raw_scores(values: Sequence[Array], squash: str) -> Reading:
+    is_raw = not squash and are_raw_scores(np.concatenate([value.reshape(-1) for value in values]))
+    if is_raw or squash == "Sigmoid":
+        return Reading(kind="map", axis=values[0].ndim - 1, squash=RAW if is_raw else squash)
+    return Reading(kind="values", axis=values[0].ndim - 1)
 
 
-def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str) -> Iterator[Reading]:
-    """Yields readings as classes or a map of classes, the likeliest first, if there are any.
+def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str) -> Reading | None:
+    """Returns the reading as classes or a map of classes, None if the output holds none.
 
     Each class has its own weights, so an axis of places holds no classes, and only a Softmax or a Sigmoid follows the
     layer that makes the scores. The output of a layer without a bias may also be an embedding, unless classes win in it
@@ -280,18 +278,14 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
     places = {axis for axis, origin in enumerate(origins) if origin == "places" and first.shape[axis] > 1}
     kept = "Sigmoid" if squash == "Sigmoid" else ""
     if first.size == 1:
-        if kept:
-            yield Reading(kind="classes", axis=max(0, first.ndim - 1), squash=kept)
-        return
+        return Reading(kind="classes", axis=max(0, first.ndim - 1), squash=kept) if kept else None
     is_gain = first.shape in map(graph.static_shape, graph.inputs)
     if ranks_classes(first) and kept and is_gain:
         # A factor for each number of the input, such as a denoiser's mask.
-        yield Reading(kind="values", axis=_find_channels(first))
-        return
+        return Reading(kind="values", axis=_find_channels(first))
     if kept and (first.shape[1:] == (1,) or (first.ndim >= 3 and 1 in first.shape[1:] and not ranks_classes(first))):
         # One score for each row of the samples, such as whether a word begins at a letter, or for each place.
-        yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
-        return
+        return Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
     if ranks_classes(first):
         reading = Reading(kind="classes", axis=int(np.argmax(first.shape)), squash=kept)
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
@@ -300,26 +294,27 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         is_ranking = is_chance or not is_other
         # The mean of the highest probability is above chance: twice as high, or 1.15 times for up to four classes.
         is_sure = is_ranking and _confidence(values, reading) * first.size > (1.15 if first.size <= 4 else 2.0)
-        if is_sure and reading.axis not in places:
-            is_either = readout == "projected" and first.size >= _LEAST_EMBEDDING and not _has_winners(values)
-            yield msgspec.structs.replace(reading, other="embedding") if is_either else reading
-        return
+        if not is_sure or reading.axis in places:
+            return None
+        is_either = readout == "projected" and first.size >= _LEAST_EMBEDDING and not _has_winners(values)
+        return msgspec.structs.replace(reading, other="embedding") if is_either else reading
     for axis in range(first.ndim):
         if 1 < first.shape[axis] < first.size and all(_is_share(np.moveaxis(value, axis, 0)) for value in values):
-            yield Reading(kind="map", axis=axis)
+            return Reading(kind="map", axis=axis)
     if kept:
         # Many scores for each, such as whether each of 88 notes sounds; but images, and corners of boxes, are numbers.
         reading = Reading(kind="map", axis=first.ndim - 1, squash=kept)
         is_number = is_gain or first.shape[-1] <= _BOX or may_be_image(first.shape)
         is_sure = max(float(value.max()) for value in values) > 0.5 and _confidence(values, reading) > _LEAST_CONFIDENCE
-        if is_sure and not is_number:
-            yield reading
-    elif not squash and (readout := find_readout(graph, name)) != "shaped":
-        made = {axis for axis, origin in enumerate(origins) if origin == "weights" and readout != "unknown"}
-        yield from (reading for reading in _guess_logits(values, made) if reading.axis not in places)
+        return reading if is_sure and not is_number else None
+    if squash or (readout := find_readout(graph, name)) == "shaped":
+        return None
+    made = {axis for axis, origin in enumerate(origins) if origin == "weights" and readout != "unknown"}
+    guess = _guess_logits(values, made)
+    return guess if guess and guess.axis not in places else None
 
 
-def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Iterator[Reading]:
+def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Reading | None:
     first = values[0]
     axes: tuple[int, ...] = ()
     if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in IMAGE_CHANNELS:
@@ -332,8 +327,7 @@ def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Iterator[Re
     readings = [Reading(kind="map", axis=axis) for axis in even if axis in axes[:1] or even == axes]
     confidences = {reading: _confidence(values, reading) for reading in readings}
     best = max(readings, key=lambda reading: confidences[reading], default=None)
-    if best is not None and confidences[best] >= _LEAST_CONFIDENCE:
-        yield best
+    return best if best is not None and confidences[best] >= _LEAST_CONFIDENCE else None
 
 
 def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
