@@ -18,7 +18,7 @@ from edgekit.jobs.target_bundle import Strategy, change_plan
 from edgekit.model.model import Model, save_proto
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
-from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.equalization.equalize import (
     balance_channels,
     choose_factors,
@@ -238,23 +238,32 @@ def test_channels_are_scaled_through_slopes_below_zero(tmp_path: Path) -> None:
         assert 0.9 * (span.high - span.low) <= derived[name].high - derived[name].low <= 2 * (span.high - span.low)
 
 
+def rescue(
+    calibrated: tuple[Model, Calibration], target: Target, folder: Path, *,
+    ruined_db: float, saved_db: float, memo: Memo | None = None,
+) -> tuple[QuantPlan, Model]:  # fmt: skip
+    """The plan for a target and its model: it has more than some dB where minmax leaves less than others."""
+    model, calibration = calibrated
+    stock = plan_quantization(model, calibration, target, "int8", method="minmax")
+    plan = plan_quantization(model, calibration, target, "int8", memo=memo)
+    ruined, saved = (
+        quantize_model(model, each, calibration, folder / f"{each.method}-{len(each.factors)}.onnx").model
+        for each in (stock, plan)
+    )
+    assert plan.factors
+    assert sqnr_db(model, ruined) < ruined_db
+    assert sqnr_db(model, saved) > saved_db
+    return plan, saved
+
+
 @pytest.mark.parametrize(("target", "least_db"), [(load_target("qnn"), 25), (per_tensor("nnapi"), 22)])
 def test_unequal_channels_that_minmax_ruins_are_saved_by_equalization(
     unequal: tuple[Model, Calibration], tmp_path: Path, target: Target, least_db: float
 ) -> None:
-    model, calibration = unequal
-    stock = plan_quantization(model, calibration, target, "int8", method="minmax")
-    plan = plan_quantization(model, calibration, target, "int8")
-    ruined = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
-    saved = quantize_model(model, plan, calibration, tmp_path / "saved.onnx").model
-    assert plan.factors
+    plan, saved = rescue(unequal, target, tmp_path, ruined_db=least_db - 8, saved_db=least_db)
     assert not plan.wide
-    assert sqnr_db(model, ruined) < least_db - 8
-    assert sqnr_db(model, saved) > least_db
-    again = quantize_model(
-        model, msgspec.json.decode(msgspec.json.encode(plan), type=type(plan)), calibration, tmp_path / "b.onnx"
-    )
-    assert again.model.sha256 == saved.sha256
+    same = msgspec.json.decode(msgspec.json.encode(plan), type=QuantPlan)
+    assert quantize_model(unequal[0], same, unequal[1], tmp_path / "b.onnx").model.sha256 == saved.sha256
 
 
 def test_roundings_that_learn_are_tried_with_and_without_equal_channels(unequal: tuple[Model, Calibration]) -> None:
@@ -333,16 +342,10 @@ def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model,
 def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
     silu_net: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model, calibration = silu_net
     memo = Memo()
     for target in (load_target("qnn"), per_tensor("nnapi"), load_target("xnnpack")):
-        stock = plan_quantization(model, calibration, target, "int8", method="minmax")
-        plan = plan_quantization(model, calibration, target, "int8", memo=memo)
-        ruined = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
-        saved = quantize_model(model, plan, calibration, tmp_path / "saved.onnx").model
-        assert scales_silu(read_float_graph(model), plan.factors)
-        assert sqnr_db(model, ruined) < 8
-        assert sqnr_db(model, saved) > 26
+        plan, _ = rescue(silu_net, target, tmp_path, ruined_db=8, saved_db=26, memo=memo)
+        assert scales_silu(read_float_graph(silu_net[0]), plan.factors)
         assert {node.op for node in plan.float_nodes} <= {"HardSigmoid"}
 
 

@@ -6,7 +6,7 @@ import pytest
 from quantize_models import make_model, random_samples
 
 from edgekit.check.check import check_model
-from edgekit.errors import DataError, ModelError, UsageError
+from edgekit.errors import DataError, EdgekitError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import assume_ranges
@@ -17,20 +17,21 @@ from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
 
-def test_a_plan_of_float_precision_is_refused(net: Model, calibration: Calibration) -> None:
-    with pytest.raises(UsageError, match="'fp16' is no integer precision"):
-        plan_quantization(net, calibration, load_target("qnn"), "fp16")
-
-
-def test_calibration_of_another_model_is_refused(net: Model, calibration: Calibration) -> None:
-    other = msgspec.structs.replace(calibration, model_sha256="0" * 64)
-    with pytest.raises(DataError, match=r"another model than 'conv_net\.onnx'"):
-        plan_quantization(net, other, load_target("qnn"), "int8")
-
-
-def test_an_unknown_range_method_is_refused_with_a_suggestion(net: Model, calibration: Calibration) -> None:
-    with pytest.raises(UsageError, match="did you mean 'minmax'"):
-        plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmx")
+@pytest.mark.parametrize(
+    ("digest", "precision", "method", "error", "message"),
+    [
+        ("", "fp16", "auto", UsageError, "'fp16' is no integer precision"),
+        ("0" * 64, "int8", "auto", DataError, r"another model than 'conv_net\.onnx'"),
+        ("", "int8", "minmx", UsageError, "did you mean 'minmax'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    net: Model, calibration: Calibration, digest: str, precision: Precision, method: str, error: type[EdgekitError],
+    message: str,
+) -> None:  # fmt: skip
+    other = msgspec.structs.replace(calibration, model_sha256=digest or net.sha256)
+    with pytest.raises(error, match=message):
+        plan_quantization(net, other, load_target("qnn"), precision, method=method)
 
 
 def test_16_bits_reach_through_what_only_moves_values(net: Model, calibration: Calibration) -> None:
