@@ -238,9 +238,9 @@ class FloatReference:
 
         Their kinds are guessed from outputs of the float model for a few samples.
         """
-        few = self._run_few()
+        few = [self._kept.keep(index, self._run(index, sample)) for index, sample in self._read(self._few)]
         readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few)
-        shapes = _shapes(few[0])
+        shapes = {name: value.shape for name, value in few[0].items()}
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
         state = find_fed_back(self._state).values()
         others = {name: reading for name, reading in others.items() if name not in state} or others
@@ -252,11 +252,11 @@ class FloatReference:
             for name, reading in others.items()
             for part in read_output(name, reading, shapes[name], is_known=name in known)
         ]
-
-        def rename(part: Part) -> Part:
-            return msgspec.structs.replace(part, measure=msgspec.structs.replace(part.measure, name=SILENT))
-
-        return (*heads, *(rename(part) if silent & part.shapes.keys() else part for part in parts))
+        for place, part in enumerate(parts):
+            if silent & part.shapes.keys():
+                measure = msgspec.structs.replace(part.measure, name=SILENT)
+                parts[place] = msgspec.structs.replace(part, measure=measure)
+        return (*heads, *parts)
 
     def predict_drop(self, quantized: Model) -> Prediction:
         """Returns what a quantized model will cost; its records are kept for later comparisons.
@@ -420,37 +420,23 @@ class FloatReference:
     def _run(self, index: int, sample: Tensors) -> Tensors:
         return self._kept[index] if index in self._kept else self._open().run(sample)
 
-    def _run_few(self) -> list[Tensors]:
-        few = list[Tensors]()
-        for index, sample in self._read(self._few):
-            few.append(self._kept.keep(index, self._run(index, sample)))
-        return few
-
     def _find_head(self, few: Sequence[Tensors]) -> tuple[head_search.Detector | None, frozenset[str]]:
         """Returns how the outputs of a detector are decoded, and those of one that detects too little in the samples.
 
         Outputs that are stated to be something else are left out.
         """
-        stated = self._stated
-
-        def drop_stated(outputs: Tensors) -> dict[str, Array]:
-            return {name: each for name, each in outputs.items() if name not in stated or stated[name].kind == "scores"}
-
+        other = {name for name, each in self._stated.items() if each.kind != "scores"}
         image = head_search.find_image(next(iter(self._samples)))
         # Anchors and strides follow from the sizes of image and outputs, which differ from sample to sample here.
         is_open = any(not isinstance(dim, int) for spec in self._model.inputs for dim in (spec.shape or ())[1:])
         if image is None or is_open:
             return None, frozenset()
-        rows = [drop_stated(outputs) for outputs in few]
+        rows = [{name: each for name, each in outputs.items() if name not in other} for outputs in few]
         listed = head_search.find_list(rows, image)
         if listed is not None or not head_search.may_be_head(rows[0]):
             return listed, frozenset()
         head = head_search.find_head(rows, image)
         return head, frozenset() if head is not None else head_search.find_silent(rows, image)
-
-
-def _shapes(outputs: Tensors) -> dict[str, tuple[int, ...]]:
-    return {name: value.shape for name, value in outputs.items()}
 
 
 def _predict(likeness: Likeness, samples: int) -> Prediction:
