@@ -6,14 +6,19 @@ from typing import Annotated
 from edgekit.check.report import count_of
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
+from edgekit.cli.options import name_values
 from edgekit.cli.screen import show_line, show_remarks
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.devices.find import load_target_here
-from edgekit.errors import UsageError
+from edgekit.errors import look_up
 from edgekit.jobs.check import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
 from edgekit.prepare.interface import LAYOUTS, InterfaceChanges, Layout
 from edgekit.progress import Progress
+
+
+def _read_layout(option: str, name: str, value: str) -> Layout:
+    return look_up(LAYOUTS, value, f"{option} {name}={value}: there is no layout '{value}'")
 
 
 @as_command
@@ -31,8 +36,11 @@ def prepare_command(
         str | None, Option("Keep these outputs, or values inside the graph, and what they need.", "A,B")
     ],
     freeze: options.Freeze,
-    renames: Annotated[tuple[str, ...], Option("Rename an input or an output.", "OLD=NEW", "--rename")],
-    layouts: Annotated[tuple[str, ...], Option("Layout in which the app passes an input.", "INPUT=nhwc", "--layout")],
+    renames: Annotated[dict[str, str], name_values("Rename an input or an output.", "OLD=NEW", "--rename")],
+    layouts: Annotated[
+        dict[str, Layout],
+        name_values("Layout in which the app passes an input.", "INPUT=nhwc", "--layout", _read_layout),
+    ],
     embedded: Annotated[
         str | None,
         Option(
@@ -73,8 +81,8 @@ def prepare_command(
     changes = InterfaceChanges(
         preprocess=preprocess,
         image_input=image_input,
-        layouts=_parse_layouts(layouts),
-        renames=options.parse_assignments(renames, "--rename"),
+        layouts=layouts,
+        renames=renames,
     )
     prepare_options = PrepareOptions(
         dims=dims,
@@ -105,20 +113,6 @@ def _parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
     if not equals or Path(given).exists():
         return "", load_preprocess(Path(given))
     return name, load_preprocess(Path(file))
-
-
-def _parse_layouts(pairs: tuple[str, ...]) -> dict[str, Layout]:
-    """Returns --layout INPUT=nhwc pairs as a dict.
-
-    Raises:
-        UsageError: a pair is malformed or names no layout.
-    """
-    layouts: dict[str, Layout] = {}
-    for name, layout in options.parse_assignments(pairs, "--layout").items():
-        if layout not in LAYOUTS:
-            raise UsageError(f"--layout {name}={layout}: there is no layout '{layout}'", hint="nchw or nhwc")
-        layouts[name] = LAYOUTS[layout]
-    return layouts
 
 
 def _show_prepared(report: PrepareReport, out: Path) -> None:
