@@ -63,6 +63,9 @@ def test_of_several_rewrites_of_the_same_nodes_the_first_that_gains_is_named(tmp
     assert _advice(tmp_path, both, "qnn").keys() == {"exact-gelu"}
     # NNAPI has no Gelu of either form, and no Erf: the first of the two rewrites gains nothing there.
     assert _advice(tmp_path, both, "nnapi").keys() == {"split-tanh-gelu"}
+    exact = both.replace("FastGelu", "Gelu")
+    assert _advice(tmp_path, exact, "nnapi").keys() == {"tanh-for-erf"}
+    assert _advice(tmp_path, exact, "coreml").keys() == {"split-gelu"}
 
 
 _CHOICE = """(float[4] x, int64 rate, bool loud) => (float[4] y) <int64 low = {{8000}}, float level = {{2}}> {{
