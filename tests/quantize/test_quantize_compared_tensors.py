@@ -31,35 +31,38 @@ from edgekit.quantize.objective import find_enlarged, find_objective, measure_cl
 from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
 
-
-def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
-    text = """g (float[1,64] x) => (float[1,40] y, int64[1,1] k) {
-      h = Relu(x) z = MatMul(h, w) y = Softmax(z) k = ArgMax<axis=1>(y) }"""
-    points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 40)})))
-    assert points == (ComparedTensor(tensor="z", reader="n2_Softmax", centred=True),)
+ONE = "(float[1,40] x) => (float[A,B] y) <int64[1] n = {3}> { z = Neg(x) "
+LAST = "(float[1,64] x) => (float[1,SIZE] y) { h = Relu(x) m = MatMul(h, w) y = Neg(m) }"
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("text", "columns", "points"),
     [
-        "(float[1,4] x) => (float[1,4] y, int64[1,4] i) { y = Relu(x) c = Cast<to=7>(x) i = Neg(c) }",
-        "(float[1,4] x) => (float[1,4] y) { y = Relu(x) }",
-        "(float[1,64] x) => (float[1,4] y) { y = MatMul(x, w) }",
-        "(float[1,64] x, bool[64] c) => (float[N] y) { h = Relu(x) m = MatMul(h, v) y = Compress(m, c) }",
-        "(float[1,64] x) => (float[1,4] y) { d = Cast<to=11>(x) u = Cast<to=11>(w) m = Gemm(d, u) y = Cast<to=1>(m) }",
+        ("(float[1,64] x) => (float[1,40] y, int64[1,1] k) { z = MatMul(x, w) y = Softmax(z) k = ArgMax<axis=1>(y) }",
+         40, ["z n1_Softmax centred"]),
+        # What a graph squashes or picks from.
+        (ONE + "y = LogSoftmax(z) }", 0, ["z n1_LogSoftmax centred"]),
+        (ONE + "y = Sigmoid(z) }", 0, ["z n1_Sigmoid"]),
+        (ONE + "s = Softmax(z) y = Identity(s) }", 0, ["z n1_Softmax centred"]),
+        (ONE + "y = Tanh(z) }", 0, ["y "]),
+        (ONE + "k = ArgMax<axis=1>(z) y = Cast<to=1>(k) }", 0, ["z n1_ArgMax"]),
+        (ONE + "y, k = TopK<axis=1>(z, n) }", 0, ["z n1_TopK"]),
+        # Few values are judged with what their layer reads, if there is such a layer.
+        (LAST.replace("SIZE", "31"), 31, ["y ", "h n1_MatMul"]),
+        (LAST.replace("SIZE", "32"), 32, ["y "]),
+        ("(float[1,4] x) => (float[1,4] y, int64[1,4] i) { y = Relu(x) c = Cast<to=7>(x) i = Neg(c) }", 0, ["y "]),
+        ("(float[1,4] x) => (float[1,4] y) { y = Relu(x) }", 0, ["y "]),
+        ("(float[1,64] x) => (float[1,4] y) { y = MatMul(x, w) }", 4, ["y "]),
+        ("(float[1,64] x, bool[4] c) => (float[N] y) { h = Relu(x) m = MatMul(h, w) y = Compress(m, c) }", 4, ["y "]),
+        ("(float[1,64] x) => (float[1,4] y) { d = Cast<to=11>(x) u = Cast<to=11>(w) m = Gemm(d, u) y = Cast<to=1>(m) }",
+         4, ["y "]),
     ],
-    ids=[
-        "beside whole numbers",
-        "no layer",
-        "a layer of the input",
-        "nobody knows how many",
-        "a layer in double precision",
-    ],
-)
-def test_outputs_without_features_of_their_own_are_judged_alone(tmp_path: Path, body: str) -> None:
-    graph = read_float_graph(make_model(f"g {body}", tmp_path / "m.onnx", {"w": (64, 4), "v": (64, 64)}))
-    (point,) = find_compared_tensors(graph)
-    assert (point.tensor, point.reader) == ("y", "")
+)  # fmt: skip
+def test_what_is_compared_for_an_output(text: str, columns: int, points: list[str], tmp_path: Path) -> None:
+    graph = read_float_graph(make_model(f"g {text}", tmp_path / "m.onnx", {"w": (64, columns)} if columns else None))
+    found = find_compared_tensors(graph)
+    assert [f"{each.tensor} {each.reader}{' centred' * each.centred}" for each in found] == points
+    assert {(each.part, each.family) for each in found} == {(None, "")}
 
 
 def parts_of(folder: Path, text: str) -> list[tuple[str, tuple[int, int, int] | None]]:
@@ -104,34 +107,6 @@ def test_a_tensor_that_is_put_together_is_judged_part_by_part(
 ) -> None:
     eight = [(1, 8 * index, 8 * index + 8) for index in range(8)]
     assert [part for _, part in parts_of(tmp_path, text)] == (eight if parts == 8 else parts)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "tensor", "reader", "centred"),
-    [
-        ("y = LogSoftmax(z)", "z", "n1_LogSoftmax", True),
-        ("y = Sigmoid(z)", "z", "n1_Sigmoid", False),
-        ("s = Softmax(z) y = Identity(s)", "z", "n1_Softmax", True),
-        ("y = Tanh(z)", "y", "", False),
-        ("k = ArgMax<axis=1>(z) y = Cast<to=1>(k)", "z", "n1_ArgMax", False),
-        ("y, k = TopK<axis=1>(z, n)", "z", "n1_TopK", False),
-    ],
-)
-def test_what_a_graph_squashes_or_picks_from_is_judged(
-    tmp_path: Path, nodes: str, tensor: str, reader: str, centred: bool
-) -> None:
-    text = f"(float[1,40] x) => (float[A,B] y) <int64[1] n = {{3}}> {{ z = Neg(x) {nodes} }}"
-    graph = read_float_graph(make_model(f"g {text}", tmp_path / "m.onnx"))
-    assert find_compared_tensors(graph) == (ComparedTensor(tensor=tensor, reader=reader, centred=centred),)
-
-
-@pytest.mark.parametrize(("size", "features"), [(31, ["y", "h"]), (32, ["y"])])
-def test_outputs_of_less_than_32_values_are_judged_with_what_their_layer_reads(
-    tmp_path: Path, size: int, features: list[str]
-) -> None:
-    text = f"g (float[1,64] x) => (float[1,{size}] y) {{ h = Relu(x) m = MatMul(h, w) y = Neg(m) }}"
-    points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, size)})))
-    assert [(point.tensor, point.reader) for point in points] == [("y", ""), ("h", "n1_MatMul")][: len(features)]
 
 
 def test_the_loss_of_a_part_leaves_out_the_other_parts() -> None:

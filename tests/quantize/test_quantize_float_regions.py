@@ -41,19 +41,30 @@ FRONT = """g (float[1,64] x) => (float[1,4] y)
 SHAPES: dict[str, tuple[int, ...]] = {"dft": (64, 32), "w1": (32, 16), "w2": (16, 4)}
 
 
-def test_a_front_end_with_more_layers_than_the_network_is_one_all_the_same(tmp_path: Path) -> None:
-    text = """g (float[1,64] x) => (float[1,4] y) <float eps = {1e-6}> {
-      re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, im) p = Add(re2, im2) m = MatMul(p, mel)
-      e = Max(m, eps) l = Log(e) y = MatMul(l, w) }"""
-    shapes: dict[str, tuple[int, ...]] = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4)}
-    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", shapes))
-    assert len(find_float_regions(graph)) == len(graph.nodes) - 1
+POWER = "re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, im) p = Add(re2, im2) m = MatMul(p, mel)"
 
 
-def test_log_behind_a_network_keeps_only_its_neighbours(tmp_path: Path) -> None:
-    text = "g (float[1,8] x) => (float[1,4] y) { h = MatMul(x, w) s = Softmax(h) y = Log(s) }"
-    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 4)}))
-    assert set(find_float_regions(graph)) == {"n1_Softmax", "n2_Log"}
+@pytest.mark.parametrize(
+    ("body", "floats"),
+    [
+        # A front end with more layers than the network is one all the same.
+        (f"{POWER} e = Max(m, eps) l = Log(e) y = MatMul(l, w)", 8),
+        # A Log behind a network keeps only its neighbours.
+        ("h = MatMul(x, v) s = Softmax(h) y = Log(s)", 2),
+        # A root within a network is no spectrum.
+        ("c = MatMul(x, v) r = Relu(c) s = Mul(r, r) q = Sqrt(s) y = MatMul(q, u)", 0),
+    ],
+)
+def test_the_nodes_before_a_log_stay_float_as_far_as_they_are_no_network(
+    body: str, floats: int, tmp_path: Path
+) -> None:
+    shapes = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4), "v": (64, 4), "u": (4, 4)}
+    text = f"g (float[1,64] x) => (float[1,4] y) <float eps = {{1e-6}}> {{ {body} }}"
+    given = {name: shape for name, shape in shapes.items() if f", {name})" in body}
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", given))
+    regions = find_float_regions(graph)
+    assert len(regions) == floats
+    assert not floats or {node.name for node in graph.nodes if node.op_type == "Log"} <= regions.keys()
 
 
 def test_front_end_reads_the_input_itself(tmp_path: Path) -> None:
@@ -92,13 +103,6 @@ def test_the_root_of_a_spectrum_and_all_before_it_stay_float(tmp_path: Path, roo
     assert {"Conv", "Mul", "Add"} <= set(kinds)
     assert kinds.count("Conv") == 2
     assert "Relu" not in kinds
-
-
-def test_a_root_within_a_network_is_no_spectrum(tmp_path: Path) -> None:
-    text = """g (float[1,4,8,8] x) => (float[1,4,6,6] y) {
-      c = Conv(x, w) r = Relu(c) s = Mul(r, r) q = Sqrt(s) y = Conv(q, v) }"""
-    model = make_model(text, tmp_path / "m.onnx", {"w": (4, 4, 1, 1), "v": (4, 4, 3, 3)})
-    assert not find_float_regions(read_float_graph(model))
 
 
 def test_a_transform_that_is_an_operator_is_calibrated_and_stays_float(tmp_path: Path) -> None:
