@@ -9,7 +9,7 @@ import msgspec
 from edgekit._files import AnyPath, as_path
 from edgekit._ort import CPU_PROVIDER
 from edgekit.data.images import Preprocess
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, look_up
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
@@ -197,9 +197,8 @@ def refuse_profiles(targets: Sequence[Target], inputs: Sequence[TensorSpec]) -> 
         if absent := sorted(open_inputs.keys() - names):
             raise UsageError(f"the profiles of '{target.name}' lack input '{absent[0]}'", hint=f"add it to {words}")
         for name, shape in ((name, shape) for profile in target.profiles for name, shape in profile.items()):
-            if (known := next((spec for spec in inputs if spec.name == name), None)) is None:
-                hint = suggest_name(name, [spec.name for spec in inputs])
-                raise UsageError(f"the profiles of '{target.name}' name '{name}', which is no input", hint=hint)
+            wrong = f"the profiles of '{target.name}' name '{name}', which is no input"
+            known = look_up({spec.name: spec for spec in inputs}, name, wrong)
             fixed = known.shape or shape
             pairs = zip(fixed, shape, strict=False)
             if len(fixed) != len(shape) or any(isinstance(size, int) and size != own for size, own in pairs):

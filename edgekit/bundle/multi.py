@@ -21,7 +21,7 @@ from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
 from edgekit.bundle.group.group import is_group, open_group
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult, sign_files
-from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
+from edgekit.errors import BundleError, OutputError, UsageError, look_up
 from edgekit.serialize import fill
 from edgekit.target import read_version
 
@@ -172,10 +172,8 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
         OutputError: `out` cannot be written.
     """
     by_target = {variant.target: variant for variant in multi.index.variants}
-    if target not in by_target:
-        raise UsageError(f"'{multi.folder}' has no variant '{target}'", hint=suggest_name(target, by_target))
-    variant, shared = by_target[target], multi.index.shared
-    find = partial(_find_places, shared=shared)
+    variant = look_up(by_target, target, f"'{multi.folder}' has no variant '{target}'")
+    find = partial(_find_places, shared=multi.index.shared)
     return folders.extract_nested(multi.folder, variant.folder, variant.manifest, find, out)
 
 

@@ -14,7 +14,7 @@ from edgekit.bench.subject import Opening
 from edgekit.cli.declare import Argument, From, Option, number
 from edgekit.data.images import load_preprocess
 from edgekit.devices.find import DeviceChoice
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, require_known
 from edgekit.model.model import load_model
 from edgekit.model.state import MOST_STEPS, State
 from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
@@ -255,8 +255,7 @@ def _parse_shapes(pairs: tuple[str, ...], path: Path) -> dict[str, int]:
     specs = {spec.name: spec for spec in load_model(path).inputs} if pairs else {}
     sizes, named = dict[str, int](), dict[str, dict[str, int]]()
     for name, text in parse_assignments(pairs, "--shape").items():
-        if name not in specs:
-            raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, specs))
+        require_known(name, specs, f"the model has no input '{name}'")
         given = [_parse_size("--shape", name, size.strip()) for size in text.split(",")]
         # An input of unknown rank takes any number of axes.
         dims = specs[name].shape or tuple(None for _ in given)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from edgekit.data.samples import Samples, map_samples
-from edgekit.errors import DataError, UsageError, suggest_name
+from edgekit.errors import DataError, UsageError, require_known
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 
 
@@ -78,8 +78,7 @@ def find_padding(
     if not places:
         raise UsageError(f"no input has the size of '{dim}'", hint="give the name of a dimension of an input")
     for name in values:
-        if name not in places:
-            raise UsageError(f"input '{name}' has no dimension '{dim}' to fill", hint=suggest_name(name, places))
+        require_known(name, places, f"input '{name}' has no dimension '{dim}' to fill")
     kinds = {spec.name: spec.dtype for spec in next(iter(inputs.values()))}
     moving = ((spec.name, tuple(_find_shares(shapes))) for spec, shapes in _trace_shapes(outputs))
     outputs_moving = {name: axes for name, axes in moving if axes}

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from edgekit._files import AnyPath, as_path
 from edgekit.data.images import SUFFIXES, Preprocess, read_image, refuse_other_input
 from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
-from edgekit.errors import DataError, UsageError, quote_error, reraised, suggest_name
+from edgekit.errors import DataError, UsageError, quote_error, require_known, reraised
 from edgekit.model.tensors import DTYPES, PARSER_LOCK, Array, Tensors, TensorSpec, shape_matches
 
 
@@ -246,8 +246,7 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
     """
     names = [spec.name for spec in inputs]
     for name in sample:
-        if name not in names:
-            raise DataError(f"{where} has '{name}', which is no model input", hint=suggest_name(name, names))
+        require_known(name, names, f"{where} has '{name}', which is no model input", DataError)
     if (missing := next((name for name in names if name not in sample), None)) is not None:
         held = ", ".join(sample) or "nothing"
         fed = "build and quantize begin state, which an output feeds back, with zeros: --steps N"

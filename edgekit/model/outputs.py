@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, require_known
 from edgekit.model.model import Model
 from edgekit.model.tensors import TensorSpec
 
@@ -82,9 +82,7 @@ def check_outputs(stated: Mapping[str, OutputKind | StatedOutput], model: Model)
     specs = {spec.name: spec for spec in model.outputs}
     found: dict[str, StatedOutput] = {}
     for name, given in stated.items():
-        if name not in specs:
-            message = f"[outputs] names '{name}', which is no output of '{model.path.name}'"
-            raise UsageError(message, hint=suggest_name(name, specs))
+        require_known(name, specs, f"[outputs] names '{name}', which is no output of '{model.path.name}'")
         found[name] = given if isinstance(given, StatedOutput) else StatedOutput(kind=given)
         if complaint := _find_complaint(specs[name], found[name]):
             hint = f'kinds are {", ".join(get_args(OutputKind))}; with an axis: {{kind = "map", axis = 1}}'

@@ -18,7 +18,7 @@ import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings, tells_refusal
 from edgekit.data.padding import Padding, find_padding
-from edgekit.errors import ModelError, RuntimeRefusal, UsageError, suggest_name
+from edgekit.errors import ModelError, RuntimeRefusal, UsageError, require_known
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.inference import infer_model
@@ -87,9 +87,7 @@ def fuse_transformer(
     # Imported only here: with sympy it takes half a second.
     optimizer: Any = importlib.import_module("onnxruntime.transformers.optimizer")
     families = tuple(sorted(optimizer.MODEL_TYPES))
-    if options.model_type not in families:
-        hint = suggest_name(options.model_type, families)
-        raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)
+    require_known(options.model_type, families, f"there is no --model-type '{options.model_type}'")
     before = models.read_proto(model, weights=False)
     chosen = optimizer.FusionOptions(options.model_type)
     for name in _SLOW_ON_CPU if options.for_cpu else ():

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.data.images import Preprocess
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, look_up, require_known
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model, drop_unread, iterate_nodes, list_names, read_proto, refill, rename_tensors
 from edgekit.model.soundness import iterate_reads
@@ -31,9 +31,7 @@ def keep_outputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
     shown = [value.name for value in graph.output]
     made = {name for node in graph.node for name in node.output if name}
     for name in names:
-        if name not in {*shown, *made}:
-            hint = suggest_name(name, [*shown, *sorted(made.difference(shown))])
-            raise UsageError(f"the model has no output '{name}', nor a value of this name", hint=hint)
+        require_known(name, {*shown, *made}, f"the model has no output '{name}', nor a value of this name")
     inner = [name for name in dict.fromkeys(names) if name not in shown]
     if names:
         refill(graph.output, [value for value in graph.output if value.name in names])
@@ -55,12 +53,10 @@ def keep_inputs(proto: onnx.ModelProto, names: Collection[str]) -> None:
     """
     graph = proto.graph
     given = {value.name: value for value in graph.input}
-    inner = {name for node in graph.node for name in node.output if name in names}
+    made = {name for node in graph.node for name in node.output if name}
+    inner = made.intersection(names)
     for name in names:
-        if name not in {*given, *inner}:
-            made = sorted(name for node in graph.node for name in node.output if name)
-            hint = suggest_name(name, [*given, *made])
-            raise UsageError(f"the prepared model has no input '{name}', nor a value of this name", hint=hint)
+        require_known(name, {*given, *made}, f"the prepared model has no input '{name}', nor a value of this name")
     if not names:
         return
     known = given | {value.name: value for value in infer_model(proto).graph.value_info if value.name in inner}
@@ -104,10 +100,9 @@ def freeze_inputs(graph: onnx.GraphProto, values: Mapping[str, float]) -> None:
     """
     inputs = {value.name: value for value in graph.input}
     for name, number in values.items():
-        if name not in inputs:
-            raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, inputs))
-        tensor = inputs[name].type.tensor_type
-        if not inputs[name].type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
+        given = look_up(inputs, name, f"the model has no input '{name}'").type
+        tensor = given.tensor_type
+        if not given.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
             raise UsageError(f"input '{name}' holds no numbers", hint="freeze inputs of numbers only")
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -162,8 +157,7 @@ def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Mode
         (changes.renames, both, "input or output"),
     ):
         for name in names:
-            if name not in known:
-                raise UsageError(f"the model has no {what} '{name}'", hint=suggest_name(name, known))
+            require_known(name, known, f"the model has no {what} '{name}'")
     if changes.preprocess is not None:
         _embed_preprocess(proto.graph, changes.preprocess, changes.image_input)
     for name, layout in changes.layouts.items():
