@@ -33,6 +33,7 @@ from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.accuracy.loss import find_blank, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_decisions, says_yes_or_no
 from edgekit.verify.metrics.intervals import bootstrap_share, span_95
+from edgekit.verify.metrics.tensor_metrics import energy_of
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Of = Literal[
@@ -200,7 +201,7 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
         return
     mean = total / count
     rows = [
-        (_energy(found - wanted.astype(np.float64)), _energy(wanted - mean), _energy(wanted))
+        (energy_of(found - wanted.astype(np.float64)), energy_of(wanted - mean), energy_of(wanted))
         for wanted, found in pairs()
     ]
     error, varying, energy = np.array(rows).T
@@ -247,11 +248,5 @@ def _correlate(wanted: Array, found: Array, drawn: Array) -> float:
     if np.array_equal(one, other):
         return 1.0
     one, other = one - one.mean(), other - other.mean()
-    size = math.sqrt(_energy(one) * _energy(other))
+    size = math.sqrt(energy_of(one) * energy_of(other))
     return min(1.0, max(0.0, float(np.einsum("i,i->", one, other)) / size)) if size else 0.0
-
-
-def _energy(values: Array) -> float:
-    flat = np.asarray(values, np.float64).reshape(-1)
-    # Not np.dot: the threads of BLAS compete with those of a waiting session.
-    return float(np.einsum("i,i->", flat, flat))

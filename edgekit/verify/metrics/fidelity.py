@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.tensors import Array, is_numeric
 from edgekit.verify.metrics.compare import read_first
 from edgekit.verify.metrics.intervals import bootstrap_share
-from edgekit.verify.metrics.tensor_metrics import Floats, decibels, sketch_samples
+from edgekit.verify.metrics.tensor_metrics import Floats, decibels, energy_of, sketch_samples
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
 """The probability of reporting an honest output, one in 10,000, and the same as a normal deviate."""
@@ -92,8 +92,8 @@ def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
     replay = None if may_be_equal else find_replay(sides)
     if replay is not None or len(own) < 2:
         return replay
-    signal, error = _energy(own), _energy(got - own)
-    if _energy(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():
+    signal, error = energy_of(own), energy_of(got - own)
+    if energy_of(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():
         # Two samples may saturate to the same values, and a grid may be too coarse to show what varies: then equal
         # values lie within a step or two of the own model's outputs.
         gaps = np.diff(np.unique(own))
@@ -117,7 +117,7 @@ def find_distance(sides: Sides) -> str | None:
     error, own = (np.square(side).sum(axis=1) for side in (sides.got - sides.own, sides.own))
     share, interval = bootstrap_share(np.stack([own - error, own], axis=1))
     highest = share if interval is None else interval[1]
-    if highest >= _LEAST_KEPT or error.sum() <= _energy(sides.own - sides.reference):
+    if highest >= _LEAST_KEPT or error.sum() <= energy_of(sides.own - sides.reference):
         return None
     return f"lies {decibels(float(own.sum()), float(error.sum())):.1f} dB from what the bundle's own model gives here"
 
@@ -129,10 +129,10 @@ def find_replay(sides: Sides) -> str | None:
     than the bundle's model is. Two cases are excluded: a few values may be so near by chance, and so may values whose
     type is as coarse as the bundle's model is accurate, such as the float16 outputs of a model in 16 bits.
     """
-    apart, near = _energy(sides.own - sides.reference), _energy(sides.got - sides.reference)
-    least = _energy((0.5 * _spacing(sides.reference))[sides.own != sides.reference])
+    apart, near = energy_of(sides.own - sides.reference), energy_of(sides.got - sides.reference)
+    least = energy_of((0.5 * _spacing(sides.reference))[sides.own != sides.reference])
     # A bundle in float32 gives the float model's outputs but for the order of sums.
-    if not _energy(sides.reference) * _ORDER < apart < math.inf or not max(near, least) * _MUCH_CLOSER < apart:
+    if not energy_of(sides.reference) * _ORDER < apart < math.inf or not max(near, least) * _MUCH_CLOSER < apart:
         return None
     if near == 0.0:
         return "is the float model's to the bit, and the bundle's own model does not give it: another model ran"
@@ -167,9 +167,9 @@ def find_leak(own: Floats, got: Floats) -> str | None:
         return np.asarray(flat - basis @ (basis.T @ flat)).reshape(values.shape)
 
     left, rest = remove(before), remove(error)
-    energy = _energy(left)
+    energy = energy_of(left)
     # A sample before that is much like the sample itself gives no information.
-    if energy <= _SAME * _energy(before):
+    if energy <= _SAME * energy_of(before):
         return None
     share = float(np.vdot(left, rest)) / energy
     draws = np.einsum("ij,ij->i", left, rest - share * left)
@@ -193,7 +193,7 @@ def find_permutation(own: Floats, got: Floats) -> str | None:
         first, second = np.sort(distances)[:2]
         return max(measure_chance(first, second, dims), 1.0 / count**2)
 
-    if (moved := _find_moved(own, got, _energy(_centre(own)) / count, weigh)) is None:
+    if (moved := _find_moved(own, got, energy_of(_centre(own)) / count, weigh)) is None:
         return None
     return f"came back for other samples: that of the device's run {moved[0]} belongs to its run {moved[1]}"
 
@@ -211,7 +211,7 @@ def find_swapped(own: Floats, got: Floats) -> str | None:
         ratio = max(float(distances[place]) / float(error[index]), _NEAREST)
         return float(ratio ** (_count_carriers(ours[index] - ours[place]) / 2.0))
 
-    moved = _find_moved(ours, got.T, _energy(_centre(own)) / len(ours), weigh, pairs=len(ours) ** 2)
+    moved = _find_moved(ours, got.T, energy_of(_centre(own)) / len(ours), weigh, pairs=len(ours) ** 2)
     if moved is None:
         return None
     return f"has its elements in another order: what belongs to {moved[1]} came back as {moved[0]}"
@@ -263,8 +263,8 @@ def find_independence(own: Floats, got: Floats, energy: float) -> str | None:
     is given by Fisher's transformation (Fisher 1915), atanh(r) with a deviation of 1 / sqrt(n - 3).
     """
     wanted, found = _centre(own), _centre(got)
-    varying = _energy(wanted)
-    size = math.sqrt(varying * _energy(found))
+    varying = energy_of(wanted)
+    size = math.sqrt(varying * energy_of(found))
     values = 1.0 + (len(own) - 1) * min(count_dimensions(own), count_dimensions(got))
     if varying * _STEADY < energy or size == 0.0 or values <= 4.0:
         return None
@@ -284,7 +284,7 @@ def count_dimensions(rows: Floats) -> float:
     centred = _centre(rows)
     # Both products have the same eigenvalues: the smaller one is used.
     covariance = centred @ centred.T if len(centred) < centred.shape[1] else centred.T @ centred
-    squares = _energy(covariance)
+    squares = energy_of(covariance)
     return max(1.0, float(np.trace(covariance)) ** 2 / squares) if squares > 0.0 else 1.0
 
 
@@ -329,10 +329,6 @@ def _spacing(values: Floats) -> Floats:
     with np.errstate(over="ignore", invalid="ignore"):
         halves, singles = values.astype(np.float16), values.astype(np.float32)
         return np.asarray(np.spacing(np.abs(halves if (halves == values).all() else singles)), np.float64)
-
-
-def _energy(values: Floats) -> float:
-    return float(np.vdot(values, values))
 
 
 def _list_cycles(nearest: Sequence[int]) -> list[int]:

@@ -261,8 +261,8 @@ def _measure_part(wanted: Floats, found: Floats) -> dict[str, npt.NDArray[Any]]:
         "matches": np.count_nonzero(wanted == found, axis=1), "non_finite": non_finite,
         "reference_non_finite": np.count_nonzero(strange, axis=1), "abs_sum": distance.sum(axis=1),
         "reference_abs_sum": np.abs(wanted).sum(axis=1), "error_sum": error.sum(axis=1),
-        "error_energy": _energy(error, error), "reference_energy": _energy(wanted, wanted),
-        "energy": _energy(found, found), "dot": _energy(wanted, found), "max_abs": distance.max(axis=1),
+        "error_energy": _dot(error, error), "reference_energy": _dot(wanted, wanted),
+        "energy": _dot(found, found), "dot": _dot(wanted, found), "max_abs": distance.max(axis=1),
         "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)), "low": wanted.min(axis=1),
         "high": wanted.max(axis=1),
     }  # fmt: skip
@@ -371,7 +371,13 @@ def _as_rows(values: Array) -> Floats:
     return np.asarray(values, dtype=np.float64).reshape(len(values), math.prod(values.shape[1:]))
 
 
-def _energy(first: Floats, second: Floats) -> Floats:
+def energy_of(values: Array) -> float:
+    """Returns the sum of squares."""
+    flat = np.asarray(values, np.float64).reshape(-1)
+    return float(np.einsum("i,i->", flat, flat))
+
+
+def _dot(first: Floats, second: Floats) -> Floats:
     # Not np.dot: the threads of BLAS compete with those of a waiting session, at 20 times the cost.
     found: Floats = np.einsum("ij,ij->i", first, second)
     return found
