@@ -202,7 +202,14 @@ def _open_job(
     facts = accept_pixels(check_samples(samples, computed=sequences.computed), partial(takes_raw_pixels, graph))
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
-    state = None if how.state is None else _open_state(how.state, fixed.model, facts, target, precision, data, recipe)
+    state = None
+    if how.state is not None:
+        files = [] if data.labels is None else [data.labels, *sorted(data.labels.rglob("*"))]
+        # The measured drops of a state are valid for the same labels only.
+        digests = "".join(digest_file(file) for file in files if file.is_file())
+        measured = f"{limit} of {digest_bytes(digests.encode())}" if files else "none"
+        key = {"labels": measured, "outputs": msgspec.json.encode(outputs, order="sorted").decode()}
+        state = open_state(how.state, fixed.model, facts.sha256, target, precision, key)
     max_labelled = None if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=max_labelled, work=work)
     start = time.monotonic()
@@ -254,17 +261,6 @@ def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> 
     if recipe.precision not in {"auto", plan.precision}:
         raise UsageError(f"the plan is of {plan.precision}", hint="leave --precision out, or plan again")
     return choose_precision(target, plan.precision)
-
-
-def _open_state(
-    path: Path, model: Model, facts: SampleFacts, target: Target, precision: Precision, data: Data, recipe: Recipe
-) -> State:
-    files = [] if data.labels is None else [data.labels, *sorted(data.labels.rglob("*"))]
-    # The measured drops of a state are valid for the same labels only.
-    digests = "".join(digest_file(file) for file in files if file.is_file())
-    measured = f"{recipe.metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
-    outputs = msgspec.json.encode(check_outputs(recipe.outputs, model), order="sorted").decode()
-    return open_state(path, model, facts.sha256, target, precision, {"labels": measured, "outputs": outputs})
 
 
 def _choose_statistics(how: QuantizeOptions, plan: QuantPlan | None) -> tuple[tuple[str, ...], bool]:
