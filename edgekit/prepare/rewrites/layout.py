@@ -593,62 +593,6 @@ def planar_resize(writer: Writer) -> None:
     writer.reshape(value, "shape", after)
 
 
-@node_rewrite("pad-transposed", {"ConvTranspose"}, since=13)
-def pad_transposed(writer: Writer) -> None:
-    """Rewrites the output_padding of a ConvTranspose: its pads get smaller, and a Pad and Add make what is left.
-
-    QNN computes a depthwise layer with an output_padding wrongly, and elements that the kernel does not reach.
-    """
-    node, given = writer.node, dict(writer.node.attributes)
-    added = given.pop("output_padding", ())
-    bias = writer.graph.constants.get(node.input[2]) if node.has_input(2) else None
-    need(any(added) and "output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
-    count = len(added)
-    pads = node.entries("pads") or (0,) * 2 * count
-    ends = [end - more for end, more in zip(pads[count:], added, strict=False)]
-    given["pads"] = [*pads[:count], *(max(end, 0) for end in ends)]
-    if all(end >= 0 for end in ends):
-        writer.add("ConvTranspose", node.input, **given)
-        return
-    need(bias is not None or not node.has_input(2))
-    reached = writer.add("ConvTranspose", node.input[:2], "reached", **given)
-    amounts = writer.ints("amounts", [0] * (count + 4) + [max(-end, 0) for end in ends])
-    padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")
-    if bias is not None:
-        writer.add("Add", [padded, writer.reshaped("bias", node.input[2], [bias.dims[0], *[1] * count])])
-
-
-# Lines and planes.
-_RANKS = (3, 4)
-
-
-@node_rewrite("transposed-to-conv", {"ConvTranspose"}, floats=True)
-def transposed_to_conv(writer: Writer) -> None:
-    """Rewrites a ConvTranspose of one or two axes and stride 1 as a Conv with the mirrored kernel.
-
-    NNAPI has no ConvTranspose, others have more limits for it; of three axes Core ML has ConvTranspose alone.
-    """
-    graph, node, given = writer.graph, writer.node, dict(writer.node.attributes)
-    weight = known(graph.constants.get(node.input[1]))
-    # Weights that lie on the disk stay: they cannot be mirrored there.
-    need(len(weight.dims) in _RANKS and not graph.is_external(node.input[1]))
-    need(all(step == 1 for step in node.entries("strides") or ()) and not any(given.pop("output_padding", ())))
-    need("output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
-    group, count, (inputs, outputs, *kernel) = node.integer("group", 1), len(weight.dims) - 2, weight.dims
-    reach = [step * (size - 1) for step, size in zip(node.entries("dilations") or (1,) * count, kernel, strict=False)]
-    given["pads"] = [most - pad for most, pad in zip(reach * 2, node.entries("pads") or (0,) * 2 * count, strict=False)]
-    # A file that is only checked may have any number of groups.
-    need(min(given["pads"]) >= 0 and group >= 1 and inputs % group == 0)
-    dims, values = (outputs * group, inputs // group, *kernel), graph.inline(node.input[1])
-    if values is None:
-        # The model was loaded without its weights, for a check, which needs the shape only.
-        mirrored = writer.reshaped("mirrored", node.input[1], dims)
-    else:
-        parts = values.reshape(group, -1, outputs, *kernel).swapaxes(1, 2).reshape(dims)
-        mirrored = writer.constant("mirrored", np.flip(parts, tuple(range(2, count + 2))))
-    writer.add("Conv", [node.input[0], mirrored, *node.input[2:]], **given)
-
-
 @node_rewrite("index-to-int32", {"Gather", "GatherElements"}, since=9)
 def narrow_indices(writer: Writer) -> None:
     """Casts the computed indices of a Gather to int32, or takes them from before a Cast from int32.

@@ -1,10 +1,11 @@
-"""Turns 1D convolutions and pooling, [N, C, L], into 2D ones, [N, C, 1, L], for providers that take only four axes."""
+"""Turns convolutions of lines, [N, C, L], into those of planes, [N, C, 1, L], and transposed ones into plain ones."""
 
+import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import need
-from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes, reshape_tensor, rewrite
+from edgekit.graph.match import known, need
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, reshape_tensor, rewrite
 from edgekit.model.model import find_reads, refill
 
 # The shapes of Reshapes to [N, C, 1, L] and back; 0 keeps a dimension, -1 is the rest.
@@ -83,3 +84,105 @@ def _can_follow(view: Graph, node: Node, made: dict[str, str]) -> bool:
     # Constants of fewer axes are broadcast; with one of more axes, the output has more.
     wanted = [name for name in node.input if name not in view.constants]
     return all(len(view.value(name).shape or ()) == 3 for name in (*wanted, node.output[0]))
+
+
+@node_rewrite("pad-transposed", {"ConvTranspose"}, since=13)
+def pad_transposed(writer: Writer) -> None:
+    """Rewrites the output_padding of a ConvTranspose: its pads get smaller, and a Pad and Add make what is left.
+
+    QNN computes a depthwise layer with an output_padding wrongly, and elements that the kernel does not reach.
+    """
+    node, given = writer.node, dict(writer.node.attributes)
+    added = given.pop("output_padding", ())
+    bias = writer.graph.constants.get(node.input[2]) if node.has_input(2) else None
+    need(any(added) and "output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
+    count = len(added)
+    pads = node.entries("pads") or (0,) * 2 * count
+    ends = [end - more for end, more in zip(pads[count:], added, strict=False)]
+    given["pads"] = [*pads[:count], *(max(end, 0) for end in ends)]
+    if all(end >= 0 for end in ends):
+        writer.add("ConvTranspose", node.input, **given)
+        return
+    need(bias is not None or not node.has_input(2))
+    reached = writer.add("ConvTranspose", node.input[:2], "reached", **given)
+    amounts = writer.ints("amounts", [0] * (count + 4) + [max(-end, 0) for end in ends])
+    padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")
+    if bias is not None:
+        writer.add("Add", [padded, writer.reshaped("bias", node.input[2], [bias.dims[0], *[1] * count])])
+
+
+# Lines and planes, and the spatial axes of these.
+_RANKS, _AXES = (3, 4), 2
+
+
+@node_rewrite("transposed-to-conv", {"ConvTranspose"}, floats=True)
+def transposed_to_conv(writer: Writer) -> None:
+    """Rewrites a ConvTranspose of one or two axes and stride 1 as a Conv with the mirrored kernel.
+
+    NNAPI has no ConvTranspose, others have more limits for it; of three axes Core ML has ConvTranspose alone.
+    """
+    graph, node, given = writer.graph, writer.node, dict(writer.node.attributes)
+    weight = known(graph.constants.get(node.input[1]))
+    # Weights that lie on the disk stay: they cannot be mirrored there.
+    need(len(weight.dims) in _RANKS and not graph.is_external(node.input[1]))
+    need(all(step == 1 for step in node.entries("strides") or ()) and not any(given.pop("output_padding", ())))
+    need("output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
+    group, count, (inputs, outputs, *kernel) = node.integer("group", 1), len(weight.dims) - 2, weight.dims
+    reach = [step * (size - 1) for step, size in zip(node.entries("dilations") or (1,) * count, kernel, strict=False)]
+    given["pads"] = [most - pad for most, pad in zip(reach * 2, node.entries("pads") or (0,) * 2 * count, strict=False)]
+    # A file that is only checked may have any number of groups.
+    need(min(given["pads"]) >= 0 and group >= 1 and inputs % group == 0)
+    dims, values = (outputs * group, inputs // group, *kernel), graph.inline(node.input[1])
+    if values is None:
+        # The model was loaded without its weights, for a check, which needs the shape only.
+        mirrored = writer.reshaped("mirrored", node.input[1], dims)
+    else:
+        parts = values.reshape(group, -1, outputs, *kernel).swapaxes(1, 2).reshape(dims)
+        mirrored = writer.constant("mirrored", np.flip(parts, tuple(range(2, count + 2))))
+    writer.add("Conv", [node.input[0], mirrored, *node.input[2:]], **given)
+
+
+@node_rewrite("transposed-to-subpixel", {"ConvTranspose"}, since=11, floats=True)
+def transposed_to_subpixel(writer: Writer) -> None:
+    """Rewrites a ConvTranspose of stride s along both axes of a plane as a Conv and a DepthToSpace of blocks s x s.
+
+    Element s * q + r of a row is the sum of x[q - j] * w[r + s * j] over j: for each r a Conv with every s-th tap, in
+    reverse order. Where the pads begin or end inside of a block, a Slice cuts it. NNAPI has no ConvTranspose.
+    """
+    graph, node, made = writer.graph, writer.node, writer.made
+    weight, size = known(graph.constants.get(node.input[1])), writer.shape()
+    given = node.attributes
+    strides = node.entries("strides") or (1,)
+    step = strides[0]
+    need(len(size) == len(weight.dims) == max(_RANKS) and step > 1 and set(strides) == {step} and len(strides) == _AXES)
+    need({*(node.entries("dilations") or (1,)), node.integer("group", 1)} == {1})
+    need("output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
+    need(not graph.is_external(node.input[1]) and 0 not in (*size, *made))
+    inputs, outputs, *kernel = weight.dims
+    taps = [-(-each // step) for each in kernel]
+    # The blocks that are needed: the first, and the one behind the last.
+    begin = (node.entries("pads") or (0,) * 2 * _AXES)[:_AXES]
+    first = [each // step for each in begin]
+    behind = [-(-(each + length) // step) for each, length in zip(begin, made[2:], strict=True)]
+    before = [count - 1 - each for count, each in zip(taps, first, strict=True)]
+    after = [each - length for each, length in zip(behind, size[2:], strict=True)]
+    need(min(before) >= 0 and all(0 <= each < count for each, count in zip(after, taps, strict=True)))
+    dims, values = (step * step * outputs, inputs, *taps), graph.inline(node.input[1])
+    if values is None:
+        # The model was loaded without its weights, for a check, which needs the shape only.
+        taken = [writer.reshaped("taps", node.input[1], dims)]
+    else:
+        whole = np.zeros((inputs, outputs, *(count * step for count in taps)), values.dtype)
+        whole[:, :, : kernel[0], : kernel[1]] = values
+        parts = whole.reshape(inputs, outputs, taps[0], step, taps[1], step).transpose(3, 5, 1, 0, 2, 4)
+        taken = [writer.constant("taps", np.flip(parts, (4, 5)).reshape(dims))]
+    if node.has_input(2):
+        taken.append(writer.constant("biases", np.tile(known(graph.inline(node.input[2])), step * step)))
+    blocks = writer.add("Conv", [writer.x, *taken], "blocks", pads=[*before, *after])
+    starts = [each - step * block for each, block in zip(begin, first, strict=True)]
+    ends = [start + length for start, length in zip(starts, made[2:], strict=True)]
+    is_cut = any(starts) or ends != [step * (last - block) for last, block in zip(behind, first, strict=True)]
+    rows = writer.add("DepthToSpace", [blocks], "rows" if is_cut else "", blocksize=step, mode="DCR")
+    if is_cut:
+        limits = {"starts": starts, "ends": ends, "axes": [2, 3]}
+        writer.add("Slice", [rows, *(writer.ints(part, each) for part, each in limits.items())])
