@@ -42,9 +42,6 @@ class _Initializers:
     def __iter__(self) -> Iterator[onnx.TensorProto]:
         return iter(self._stored)
 
-    def __len__(self) -> int:
-        return len(self._stored)
-
     def find(self, name: str) -> onnx.TensorProto | None:
         return self._by_name.get(name)
 
@@ -92,14 +89,9 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
         if self._initializers.find(tensor.name) is None:
             self.initializer_extend([tensor])
 
-    def remove_initializer(self, tensor: onnx.TensorProto | None) -> None:
-        if tensor is None:
-            return
+    def remove_initializer(self, tensor: onnx.TensorProto) -> None:
+        # A float graph lists no initializer as an input (`read_float_graph`).
         self._initializers.drop(tensor)
-        for value in self.model.graph.input:
-            if value.name == tensor.name:
-                self.model.graph.input.remove(value)
-                break
 
     def add_node(self, node: onnx.NodeProto) -> None:
         super().add_node(node)
@@ -108,10 +100,6 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
 
     def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
         return self._readers
-
-    def replace_node_input(self, node: onnx.NodeProto, old_input_name: str, new_input_name: str) -> None:
-        readers = [reader for reader in self._readers.get(old_input_name, ()) if reader is node]
-        self._move(readers, old_input_name, new_input_name)
 
     def replace_input_of_all_nodes(self, old_input_name: str, new_input_name: str) -> None:
         self._move(self._readers.get(old_input_name, []), old_input_name, new_input_name)
