@@ -12,14 +12,18 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bucket_models
 import hypothesis
 import pytest
+import stepped_models
 from demo_paths import CALIBRATION, MODEL
+from fixture_types import MakeOnce
 from hypothesis.internal.conjecture import providers
 from tiny_models import parse_model
 
 import edgekit
 from edgekit._files import one_at_a_time, staged_folder
+from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.cli.main import run_command
 
 hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
@@ -153,12 +157,12 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.fixture(scope="session")
-def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+def make_once(tmp_path_factory: pytest.TempPathFactory) -> MakeOnce:
     """Makes a named folder that all workers of this run share; tests must not change its content."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
-    def make(name: str, fill: Callable[[Path], None]) -> Path:
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
         folder = shared / f"once-{name}"
         with one_at_a_time(folder):
             if not folder.is_dir():
@@ -170,7 +174,19 @@ def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 
 @pytest.fixture(scope="session")
-def built_wheel(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def sized(make_once: MakeOnce) -> Bundle:
+    """A bundle for the CPU of several sizes."""
+    return open_bundle(make_once("buckets", bucket_models.make) / "out" / "net-cpu")
+
+
+@pytest.fixture(scope="session")
+def stepped(make_once: MakeOnce) -> Bundle:
+    """A bundle for the CPU of a model with state."""
+    return open_bundle(make_once("recurrent", stepped_models.make) / "out" / "recurrent-cpu")
+
+
+@pytest.fixture(scope="session")
+def built_wheel(make_once: MakeOnce) -> Path:
     """The wheel, built by the command of `make wheel`."""
 
     def build_wheel(out: Path) -> None:
@@ -182,7 +198,7 @@ def built_wheel(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Pat
 
 
 @pytest.fixture(scope="session")
-def demo_build(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def demo_build(make_once: MakeOnce) -> Path:
     """A build of the digits with few samples: `bundles` holds one for each target that edgekit ships, and one more.
 
     `digits_mobilenet-plain` is the bundle for XNNPACK, with the CPU's provider.

@@ -17,15 +17,14 @@ import onnx
 import pytest
 from bundle_models import flip_byte
 from devices_models import Watched, float_conv, make_job, noise_samples, require_runner, text_model
-from fixture_types import MakeOnce
 from onnx import numpy_helper
 from other_machine.board import Board
 from other_machine.fixtures import Phone
-from stepped_models import STEPS, make
+from stepped_models import STEPS
 
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
-from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import write_rows
 from edgekit.bundle.manifest import encode_json
 from edgekit.devices.device import Device, DeviceRun, Job, refuse_run
@@ -42,36 +41,31 @@ from edgekit.model.tensors import DTYPES, Array, Tensors
 from edgekit.verify.run import verify_bundle
 
 
-@pytest.fixture(scope="module")
-def bundle(make_once: MakeOnce) -> Bundle:
-    return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
-
-
-def assert_keeps_state(bundle: Bundle, device: Device, *, jobs: int = 2) -> None:
+def assert_keeps_state(stepped: Bundle, device: Device, *, jobs: int = 2) -> None:
     """Asserts that a device runs all steps in one session, and that feeding the state back loses no accuracy."""
     watched = Watched(device=device)
-    (run,) = verify_bundle(bundle, [watched]).runs
+    (run,) = verify_bundle(stepped, [watched]).runs
     assert run.passed, run.failures
     assert run.state is not None
     assert {drift.output: drift.lost_db for drift in run.state.drift} == {"y": 0.0, "new_h": 0.0}
-    assert (run.state.steps, run.state.sequences) == (STEPS, len(run.find_places(bundle.golden.samples)) // STEPS)
+    assert (run.state.steps, run.state.sequences) == (STEPS, len(run.find_places(stepped.golden.samples)) // STEPS)
     assert len(watched.jobs) == jobs, "the golden samples, and all steps of all sequences"
 
 
-def test_the_host_keeps_one_session_for_all_steps(bundle: Bundle) -> None:
-    assert_keeps_state(bundle, Host())
+def test_the_host_keeps_one_session_for_all_steps(stepped: Bundle) -> None:
+    assert_keeps_state(stepped, Host())
 
 
-def test_without_pollable_pipes_each_step_is_a_run_of_its_own(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pollable_pipes_each_step_is_a_run_of_its_own(stepped: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_WAITS_FOR_PIPES", False)
-    assert_keeps_state(bundle, Emulated(), jobs=1 + STEPS)
+    assert_keeps_state(stepped, Emulated(), jobs=1 + STEPS)
 
 
 @pytest.mark.slow
-def test_a_phone_and_a_board_keep_one_session_for_all_steps(phone: Phone, bundle: Bundle, board: Board) -> None:
-    assert_keeps_state(bundle, phone.device)
+def test_a_phone_and_a_board_keep_one_session_for_all_steps(phone: Phone, stepped: Bundle, board: Board) -> None:
+    assert_keeps_state(stepped, phone.device)
     assert phone.machine.left_running() == []
-    assert_keeps_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
+    assert_keeps_state(stepped, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
     assert board.machine.left_running() == []
 
 

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import bucket_models
 import numpy as np
 import onnxruntime
 import pytest
-import stepped_models
 from android_parts import find_runtime
 from fixture_types import present
 from package_loaders import MakeOnce, compile_java, find_library, join_jars, load_program, require_program, run_program
@@ -72,16 +70,6 @@ def test_the_self_test_leaves_out_maps_and_what_has_no_fixed_shape(*, has_tensor
     assert [each["name"] for each in variant["outputs"]] == ["y"]
     folder = loader.find_folder(variant)
     assert loader.run_self_test(variant, folder, loader.open_session(variant, folder)) == []
-
-
-@pytest.fixture(scope="session")
-def sized(make_once: MakeOnce) -> Bundle:
-    return open_bundle(make_once("buckets", bucket_models.make) / "out" / "net-cpu")
-
-
-@pytest.fixture(scope="session")
-def stepped(make_once: MakeOnce) -> Bundle:
-    return open_bundle(make_once("recurrent", stepped_models.make) / "out" / "recurrent-cpu")
 
 
 @pytest.fixture(scope="session")

@@ -33,13 +33,8 @@ from edgekit.verify.on_devices import verify_with
 from edgekit.verify.run import verify_bundle
 
 
-@pytest.fixture(scope="module")
-def bundle(make_once: MakeOnce) -> Bundle:
-    return open_bundle(make_once("buckets", make) / "out" / "net-cpu")
-
-
-def test_weights_of_all_sizes_lie_in_one_file(bundle: Bundle) -> None:
-    manifest = bundle.manifest
+def test_weights_of_all_sizes_lie_in_one_file(sized: Bundle) -> None:
+    manifest = sized.manifest
     assert manifest.buckets
     assert [bucket.size for bucket in manifest.buckets.sizes] == list(SIZES)
     assert manifest.buckets.padding.inputs == {"ids": (1,), "mask": (1,)}
@@ -48,22 +43,22 @@ def test_weights_of_all_sizes_lie_in_one_file(bundle: Bundle) -> None:
     (weights,) = (name for name in manifest.files if name.startswith("weights-"))
     assert manifest.files[weights].size_bytes > 4096
     for bucket in manifest.buckets.sizes:
-        model = onnx.load(str(bundle.folder / bucket.file), load_external_data=False)
+        model = onnx.load(str(sized.folder / bucket.file), load_external_data=False)
         assert model.graph.input[0].type.tensor_type.shape.dim[1].dim_value == bucket.size
         assert weights in str(model)  # the same bytes: quantized with the same ranges and rounding
-    assert "| 4 | `net-4.onnx` |" in (bundle.folder / "README.md").read_text()
+    assert "| 4 | `net-4.onnx` |" in (sized.folder / "README.md").read_text()
     assert "--dim sequence=4,8,12" in manifest.provenance.command
 
 
-def test_each_size_is_held_against_the_float_model_at_the_length_of_the_sample(bundle: Bundle) -> None:
-    report = verify_bundle(bundle, [InProcess()])
+def test_each_size_is_held_against_the_float_model_at_the_length_of_the_sample(sized: Bundle) -> None:
+    report = verify_bundle(sized, [InProcess()])
     (run,) = report.runs
     assert run.passed, (run.failures, run.unproven)
     assert any("at its own 'sequence': 4 (4 samples, " in line for line in list_verify_remarks(report))
     ran = {size.size: size.lengths for size in present(run.sizes).sizes}
     assert set(ran[4]) == {1, 2, 3, 4}
     assert set(ran[8]) == {5, 6, 7, 8}
-    assert sorted(ran[12]) == sorted(bundle.manifest.buckets.lengths)  # type: ignore[union-attr]
+    assert sorted(ran[12]) == sorted(sized.manifest.buckets.lengths)  # type: ignore[union-attr]
     assert all(output.elements for size in present(run.sizes).sizes for output in size.outputs)
 
 
@@ -73,8 +68,8 @@ def turn_one_size(job: Job, run: DeviceRun) -> dict[str, Any]:
     return {"outputs": from_list(rows)}
 
 
-def test_a_size_that_a_device_computes_otherwise_fails(bundle: Bundle) -> None:
-    (run,) = verify_bundle(bundle, [InProcess(retell=turn_one_size)]).runs
+def test_a_size_that_a_device_computes_otherwise_fails(sized: Bundle) -> None:
+    (run,) = verify_bundle(sized, [InProcess(retell=turn_one_size)]).runs
     assert {gate.subject for gate in run.gates if gate.failures} == {"sequence=8"}
     assert not any("padding changes" in line for line in run.failures)
 
@@ -89,26 +84,26 @@ def test_a_model_that_does_not_mask_what_fills_a_sample_is_found(tmp_path: Path)
     assert {gate.name for gate in run.gates if gate.failures} == {"size"}
 
 
-def test_the_loader_of_a_package_fills_picks_and_cuts(bundle: Bundle, tmp_path: Path) -> None:
-    loader, variant = open_loader(bundle, tmp_path)
+def test_the_loader_of_a_package_fills_picks_and_cuts(sized: Bundle, tmp_path: Path) -> None:
+    loader, variant = open_loader(sized, tmp_path)
     sizes = loader.Sizes(variant, loader.find_folder(variant))
-    assert bundle.manifest.buckets
+    assert sized.manifest.buckets
     for length, file in ((1, "net-4.onnx"), (5, "net-8.onnx"), (12, "net.onnx")):
         sample = make_sample(length, 90)
         got: Tensors = sizes.run(sample)
         assert got["t"].shape == (1, length, 32)
         assert got["half"].shape == (1, (length + 1) // 2, 32)
-        size = next(bucket.size for bucket in bundle.manifest.buckets.sizes if bucket.file == file)
-        filled = bundle.manifest.buckets.padding.fill(sample, size)
-        wanted = CpuSession(bundle.folder / file, SessionSettings()).run(filled)
+        size = next(bucket.size for bucket in sized.manifest.buckets.sizes if bucket.file == file)
+        filled = sized.manifest.buckets.padding.fill(sample, size)
+        wanted = CpuSession(sized.folder / file, SessionSettings()).run(filled)
         np.testing.assert_allclose(got["y"], wanted["y"], rtol=1e-4)
         np.testing.assert_allclose(got["t"], wanted["t"][:, :length], rtol=1e-4)
     with pytest.raises(loader.LoaderError, match="takes no sample of 13"):
         sizes.run(make_sample(13, 0))
 
 
-def test_the_swift_package_knows_sizes_and_what_fills_them(bundle: Bundle, tmp_path: Path) -> None:
-    package_bundles([bundle.folder], "swiftpm", tmp_path / "p")
+def test_the_swift_package_knows_sizes_and_what_fills_them(sized: Bundle, tmp_path: Path) -> None:
+    package_bundles([sized.folder], "swiftpm", tmp_path / "p")
     (table,) = (tmp_path / "p").rglob("Bundles.swift")
     text = " ".join(table.read_text().split())
     assert 'sizes: [ ModelSize(size: 4, file: "net-4.onnx"), ModelSize(size: 8, file: "net-8.onnx"), ' in text
@@ -122,20 +117,20 @@ def test_the_swift_package_knows_sizes_and_what_fills_them(bundle: Bundle, tmp_p
     assert "`Sizes(loader:bundle:)`" in (tmp_path / "p" / "README.md").read_text()
 
 
-def test_samples_of_ones_own_go_to_the_smallest_size_that_takes_them(bundle: Bundle, tmp_path: Path) -> None:
+def test_samples_of_ones_own_go_to_the_smallest_size_that_takes_them(sized: Bundle, tmp_path: Path) -> None:
     data = Data(source=write_samples(tmp_path / "own", (1, 6, 7, 12)))
     float_model = write_net(tmp_path)
-    (run,) = verify_with(bundle, float_model, data, DeviceChoice(names=("host",))).runs
+    (run,) = verify_with(sized, float_model, data, DeviceChoice(names=("host",))).runs
     assert run.passed, (run.failures, run.unproven)
     assert [size.lengths for size in present(run.sizes).sizes] == [(1,), (7, 6), (1, 7, 6, 12)]
     long = Data(source=write_samples(tmp_path / "long", (9, 10)))
-    (run,) = verify_with(bundle, float_model, long, DeviceChoice(names=("host",))).runs
+    (run,) = verify_with(sized, float_model, long, DeviceChoice(names=("host",))).runs
     assert not run.failures
     assert [line for line in run.unproven if "sequence" in line] == [
         "no sample ran with sequence=4", "no sample ran with sequence=8",
     ]  # fmt: skip
     with pytest.raises(DataError, match="has 13 of 'sequence', the largest bucket 12"):
-        verify_with(bundle, float_model, Data(source=write_samples(tmp_path / "13", (13,))), DeviceChoice())
+        verify_with(sized, float_model, Data(source=write_samples(tmp_path / "13", (13,))), DeviceChoice())
 
 
 def test_an_output_whose_shape_is_not_inferred_is_cut_too(tmp_path: Path) -> None:
@@ -161,11 +156,11 @@ def test_an_output_whose_shape_is_not_inferred_is_cut_too(tmp_path: Path) -> Non
     assert not run.failures
 
 
-def test_a_joined_bundle_keeps_its_sizes(bundle: Bundle, tmp_path: Path) -> None:
-    joined = join_bundles([bundle], tmp_path / "joined")
+def test_a_joined_bundle_keeps_its_sizes(sized: Bundle, tmp_path: Path) -> None:
+    joined = join_bundles([sized], tmp_path / "joined")
     again = extract_variant(joined, "cpu", tmp_path / "again")
-    assert again.manifest == bundle.manifest
-    assert (again.folder / UNPADDED).read_bytes() == (bundle.folder / UNPADDED).read_bytes()
+    assert again.manifest == sized.manifest
+    assert (again.folder / UNPADDED).read_bytes() == (sized.folder / UNPADDED).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +209,7 @@ def test_what_no_bucket_can_hold_is_refused(
     ("name", "spoil", "said"),
     [
         *(
-            ("bundle", spoil, "")
+            ("sized", spoil, "")
             for spoil in (
                 lambda it: it["buckets"]["sizes"].reverse(), lambda it: it["buckets"]["sizes"].clear(),
                 lambda it: it["buckets"]["sizes"][0].update(file="../x.onnx"),
@@ -227,9 +222,9 @@ def test_what_no_bucket_can_hold_is_refused(
                 lambda it: it["buckets"]["lengths"].__setitem__(0, 13), lambda it: it["buckets"].update(code="x"),
             )
         ),
-        ("bundle", lambda it: it["inputs"][0].update(dtype="string"), "fill axes"),
-        ("bundle", lambda it: it["files"].pop(UNPADDED), "lack 'golden/unpadded.npz'"),
-        ("bundle", lambda it: it.update(open_dims={"sequence": [4]}), "stand beside buckets"),
+        ("sized", lambda it: it["inputs"][0].update(dtype="string"), "fill axes"),
+        ("sized", lambda it: it["files"].pop(UNPADDED), "lack 'golden/unpadded.npz'"),
+        ("sized", lambda it: it.update(open_dims={"sequence": [4]}), "stand beside buckets"),
         *(
             ("sizeless", spoil, "open dimensions")
             for spoil in (
@@ -241,7 +236,7 @@ def test_what_no_bucket_can_hold_is_refused(
             )
         ),
         (
-            "bundle",
+            "sized",
             lambda it: (
                 it.update(state={"steps": 2, "feeds": {"ids": it["outputs"][0]["name"]}}),
                 it["inputs"][0].update(dtype=it["outputs"][0]["dtype"], shape=it["outputs"][0]["shape"]),

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixture_types import MakeOnce, Shown, present
+from fixture_types import Shown, present
 from msgspec.structs import replace
-from stepped_models import make
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import read_outputs
@@ -157,8 +156,7 @@ def test_the_command_verify_judges_an_imported_run(bundle: Bundle, exported: Pat
     )
 
 
-def test_a_recorded_run_of_a_model_with_state_holds_its_steps(make_once: MakeOnce, tmp_path: Path) -> None:
-    stepped = open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
+def test_a_recorded_run_of_a_model_with_state_holds_its_steps(stepped: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "host.run"
     here = verify_on(stepped, DeviceChoice(names=("host",)), files=RunFiles(export=path))
     (run,) = judge(stepped, path).runs

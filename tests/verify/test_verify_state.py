@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from fixture_types import MakeOnce, present
+from fixture_types import present
 from msgspec.structs import replace
 from onnx import numpy_helper
-from stepped_models import RECURRENT, STEPS, make, save_data
+from stepped_models import RECURRENT, STEPS, save_data
 from tiny_models import parse_model
 from verify_devices import InProcess, from_list, open_loader, restate
 
@@ -40,11 +40,6 @@ from edgekit.verify.more_runs import measure_drift
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.report import read_report, write_report
 from edgekit.verify.run import verify_bundle
-
-
-@pytest.fixture(scope="module")
-def bundle(make_once: MakeOnce) -> Bundle:
-    return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
 
 
 class Decaying(InProcess, frozen=True, kw_only=True):
@@ -77,19 +72,19 @@ class Stumbling(InProcess, frozen=True, kw_only=True):
         return run if self.turns else replace(run, failure="it is asleep", crashed=self.dies)
 
 
-def test_golden_samples_are_whole_sequences_with_the_float_models_state(bundle: Bundle) -> None:
-    assert bundle.manifest.state == State(steps=STEPS, feeds={"h": "new_h"})
-    assert bundle.golden.samples % STEPS == 0
+def test_golden_samples_are_whole_sequences_with_the_float_models_state(stepped: Bundle) -> None:
+    assert stepped.manifest.state == State(steps=STEPS, feeds={"h": "new_h"})
+    assert stepped.golden.samples % STEPS == 0
     last: Tensors = {}
-    for index, (given, made) in enumerate(zip(read_inputs(bundle.golden), read_outputs(bundle.golden), strict=True)):
+    for index, (given, made) in enumerate(zip(read_inputs(stepped.golden), read_outputs(stepped.golden), strict=True)):
         wanted = np.zeros((1, 4), np.float32) if index % STEPS == 0 else last["new_h"]
         np.testing.assert_array_equal(given["h"], wanted)
         last = made
-    assert "`h` | `new_h`" in (bundle.folder / "README.md").read_text()
+    assert "`h` | `new_h`" in (stepped.folder / "README.md").read_text()
 
 
-def test_an_honest_device_keeps_its_state(bundle: Bundle, tmp_path: Path) -> None:
-    report = verify_bundle(bundle, [InProcess()])
+def test_an_honest_device_keeps_its_state(stepped: Bundle, tmp_path: Path) -> None:
+    report = verify_bundle(stepped, [InProcess()])
     (run,) = report.runs
     assert report.passed, (run.failures, run.unproven)
     assert run.state is not None
@@ -97,16 +92,16 @@ def test_an_honest_device_keeps_its_state(bundle: Bundle, tmp_path: Path) -> Non
     assert [output.name for output in run.state.outputs] == ["y"]  # of the state the app sees nothing
     assert {drift.output: drift.lost_db for drift in run.state.drift} == {"y": 0.0, "new_h": 0.0}
     assert any("2 sequences of 8 steps" in line for line in list_verify_remarks(report))
-    copied = replace(bundle, folder=tmp_path)
+    copied = replace(stepped, folder=tmp_path)
     write_report(copied, report)
     assert to_json(read_report(tmp_path / "verify.json")) == to_json(report)
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.03, "output 'y' drifts"), (1.3, "with its own state over 8 steps")])
-def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: str) -> None:
+def test_a_device_whose_state_drifts_fails(stepped: Bundle, factor: float, said: str) -> None:
     # Its two numbers are read as classes, which the state hardly moves: here they are a curve.
     readings = {"y": Reading(kind="values", axis=1)}
-    curve = restate(bundle, readings=readings)
+    curve = restate(stepped, readings=readings)
     (run,) = verify_bundle(curve, [Decaying(factor=factor)]).runs
     gates = {gate.name for gate in run.gates if gate.failures}
     assert "state" in gates
@@ -121,27 +116,27 @@ def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: 
 
 
 @pytest.mark.parametrize(("turns", "said"), [(0, "it is asleep"), (3, "1 of 2 samples came back")])
-def test_a_device_that_cannot_step_fails(bundle: Bundle, turns: int, said: str) -> None:
-    (run,) = verify_bundle(bundle, [Stumbling(turns=turns)]).runs
+def test_a_device_that_cannot_step_fails(stepped: Bundle, turns: int, said: str) -> None:
+    (run,) = verify_bundle(stepped, [Stumbling(turns=turns)]).runs
     assert any(f"step by step the device failed: {said}" in line for line in run.failures)
 
 
-def test_what_ended_before_a_sequence_was_whole_proves_nothing(bundle: Bundle) -> None:
-    report = verify_bundle(bundle, [Stumbling(turns=0, dies=True)])
+def test_what_ended_before_a_sequence_was_whole_proves_nothing(stepped: Bundle) -> None:
+    report = verify_bundle(stepped, [Stumbling(turns=0, dies=True)])
     assert (report.verdict, report.runs[0].failures) == ("not proven", ())
     assert report.runs[0].unproven == ("step by step the emulator crashed, which proves nothing: it is asleep",)
-    report = verify_bundle(bundle, [InProcess(stopped_early=True, lie=lambda rows: rows[: STEPS - 1])])
+    report = verify_bundle(stepped, [InProcess(stopped_early=True, lie=lambda rows: rows[: STEPS - 1])])
     (run,) = report.runs
     assert report.verdict == "not proven", run.failures
     assert any("before one sequence of 8 steps was whole" in line for line in run.unproven)
 
 
-def test_a_slow_device_runs_one_whole_sequence(bundle: Bundle) -> None:
-    slow = replace(bundle.manifest.verification[0], device="emulated", samples=3)
-    few = restate(bundle, verification=(slow,))
+def test_a_slow_device_runs_one_whole_sequence(stepped: Bundle) -> None:
+    slow = replace(stepped.manifest.verification[0], device="emulated", samples=3)
+    few = restate(stepped, verification=(slow,))
     (run,) = verify_bundle(few, [InProcess()]).runs
     assert run.samples == STEPS
-    assert run.find_places(bundle.golden.samples) == tuple(range(STEPS))
+    assert run.find_places(stepped.golden.samples) == tuple(range(STEPS))
     assert present(run.state).sequences == 1
 
 
@@ -160,10 +155,10 @@ def _spoil(manifest: Manifest, **changes: object) -> bytes:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_manifest_cannot_state_what_is_not_there(bundle: Bundle, changes: dict[str, object]) -> None:
-    assert decode_manifest(_spoil(bundle.manifest), "it") == bundle.manifest
+def test_a_manifest_cannot_state_what_is_not_there(stepped: Bundle, changes: dict[str, object]) -> None:
+    assert decode_manifest(_spoil(stepped.manifest), "it") == stepped.manifest
     with pytest.raises(BundleError):
-        decode_manifest(_spoil(bundle.manifest, **changes), "it")
+        decode_manifest(_spoil(stepped.manifest, **changes), "it")
 
 
 def test_single_steps_of_a_model_with_state_are_told(tmp_path: Path) -> None:
@@ -212,10 +207,10 @@ def test_sequences_that_do_not_fit_are_refused(tmp_path: Path, state: State, err
         build(parse_model(RECURRENT, tmp_path / "m.onnx"), save_data(tmp_path / "d.npz"), tmp_path / "o", recipe)
 
 
-def test_the_python_loader_of_a_package_steps_as_the_float_model_does(bundle: Bundle, tmp_path: Path) -> None:
-    loader, variant = open_loader(bundle, tmp_path)
+def test_the_python_loader_of_a_package_steps_as_the_float_model_does(stepped: Bundle, tmp_path: Path) -> None:
+    loader, variant = open_loader(stepped, tmp_path)
     stepper = loader.Stepper(variant, loader.open_session(variant, loader.find_folder(variant)))
-    pairs = list(zip(read_inputs(bundle.golden), read_outputs(bundle.golden), strict=True))
+    pairs = list(zip(read_inputs(stepped.golden), read_outputs(stepped.golden), strict=True))
     for index, (given, wanted) in enumerate(pairs):
         if index % STEPS == 0:
             stepper.reset()
@@ -243,15 +238,15 @@ def test_a_scalar_as_state_stays_a_scalar() -> None:
         assert (got.shape, int(got)) == ((), 4)
 
 
-def test_other_sequences_verify_with_the_float_models_state(bundle: Bundle, tmp_path: Path) -> None:
+def test_other_sequences_verify_with_the_float_models_state(stepped: Bundle, tmp_path: Path) -> None:
     choice, data = DeviceChoice(names=("host",)), save_data(tmp_path / "d.npz", sequences=3)
-    report = verify_with(bundle, bundle.folder.parents[1] / "recurrent.onnx", data, choice, samples=2 * STEPS)
+    report = verify_with(stepped, stepped.folder.parents[1] / "recurrent.onnx", data, choice, samples=2 * STEPS)
     (run,) = report.runs
     assert run.passed, run.failures
     assert (present(run.state).sequences, present(run.state).steps) == (2, STEPS)
     with pytest.raises(DataError, match="no whole sequences"):
         np.savez(tmp_path / "e.npz", x=np.ones((STEPS + 1, 1, 4), np.float32))
-        verify_with(bundle, bundle.folder.parents[1] / "recurrent.onnx", Data(source=str(tmp_path / "e.npz")), choice)
+        verify_with(stepped, stepped.folder.parents[1] / "recurrent.onnx", Data(source=str(tmp_path / "e.npz")), choice)
 
 
 def test_quantize_calibrates_with_the_state_of_sequences(tmp_path: Path) -> None:
@@ -273,8 +268,8 @@ def test_a_step_whose_reference_is_zero_has_no_ratio() -> None:
     assert (drift.fed_back, drift.given, drift.lost_db) == ((None,), (None,), None)
 
 
-def test_state_is_judged_by_what_it_does_and_not_by_its_distance(bundle: Bundle) -> None:
-    stated = restate(bundle, readings={name: Reading(kind="values", axis=1) for name in ("y", "new_h")})
+def test_state_is_judged_by_what_it_does_and_not_by_its_distance(stepped: Bundle) -> None:
+    stated = restate(stepped, readings={name: Reading(kind="values", axis=1) for name in ("y", "new_h")})
     (run,) = verify_bundle(stated, [InProcess()]).runs
     y, state = sorted(run.outputs, key=lambda output: output.is_state)
     assert (y.name, y.is_state, state.name, state.is_state) == ("y", False, "new_h", True)
@@ -288,7 +283,7 @@ def test_state_is_judged_by_what_it_does_and_not_by_its_distance(bundle: Bundle)
     # A model all of whose outputs are state is judged by them.
     feeds = {"x": "y", "h": "new_h"}
     both = replace(stated, manifest=replace(stated.manifest, state=State(steps=STEPS, feeds=feeds)))
-    rows = read_outputs(bundle.golden)
+    rows = read_outputs(stepped.golden)
     assert not any(output.is_state for output in compare_bundled(both, rows, rows))
     # Where the worst output is looked for, state is left out.
     report = verify_bundle(stated, [InProcess()])

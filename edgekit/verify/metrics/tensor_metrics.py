@@ -69,8 +69,8 @@ def rank_correlations(reference: Floats, got: Floats) -> list[float | None]:
     if not 3 <= size <= _MAX_RANKED:
         return [None] * count
     first, second = (_rank(side) - (size + 1) / 2.0 for side in (reference, got))
-    sizes = np.sqrt(np.einsum("ij,ij->i", first, first) * np.einsum("ij,ij->i", second, second))
-    pairs = zip(np.einsum("ij,ij->i", first, second).tolist(), sizes.tolist(), strict=True)
+    sizes = np.sqrt(_dot(first, first) * _dot(second, second))
+    pairs = zip(_dot(first, second).tolist(), sizes.tolist(), strict=True)
     return [None if size == 0.0 else max(-1.0, min(1.0, dot / size)) for dot, size in pairs]
 
 
