@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 from fixture_types import present
 from quantize_models import make_model, make_samples
 
+from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy import heads
@@ -88,6 +89,13 @@ def make_outputs(code: str, seed: int = 0, count: int = 24) -> list[Tensors]:
         {name: value.astype(np.float32) for name, value in CODES[code](*draw_places(seed + index)).items()}
         for index in range(count)
     ]
+
+
+def estimate(rows: Sequence[Tensors], others: Sequence[Tensors]) -> Loss:
+    """What a detector loses that gives other outputs for the same samples."""
+    head = present(find_head(rows, (SIDE, SIDE)))
+    records = [record_detections(head, one, two) for one, two in zip(rows, others, strict=True)]
+    return estimate_drop(records, centred=head.centred)
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -254,12 +262,10 @@ def test_a_cache_of_many_outputs_is_no_head(others: int, *, is_head: bool) -> No
 
 def test_sizes_that_are_off_cost_detections_and_a_lower_map_of_middles_does_not() -> None:
     rows = [draw_centres(seed)[0] for seed in range(24)]
-    head = present(find_head(rows, (SIDE, SIDE)))
 
     def drop(**factors: float) -> float:
         others = [{name: value * np.float32(factors.get(name, 1)) for name, value in row.items()} for row in rows]
-        records = [record_detections(head, one, two) for one, two in zip(rows, others, strict=True)]
-        return estimate_drop(records, centred=True).estimate
+        return estimate(rows, others).estimate
 
     assert drop(a=0.9) == 0
     assert drop(c=1.5) > drop(c=1.1) > 0.005
@@ -290,84 +296,66 @@ def test_the_image_is_the_input_with_channels(shape: tuple[int, ...], image: tup
     assert find_image({"x": np.zeros(shape, np.float32)}) == image
 
 
-def drop_of(change: float, chance: float = 1.0) -> tuple[float, tuple[float, float]]:
-    """Returns the drop where boxes move by a share of the pixels, and chances are multiplied."""
-    rows = make_outputs("middle and size", count=20)
-    head, rng = present(find_head(rows, (SIDE, SIDE))), np.random.default_rng(1)
-    others = [{"y": row["y"].copy()} for row in rows]
+@pytest.mark.parametrize(
+    ("moved", "chance", "classes", "least", "most"),
+    [
+        (0, 1, [4, 5, 6], 0, 0),
+        (0.3, 1, [4, 5, 6], 1e-4, 0.008),
+        (1.5, 1, [4, 5, 6], 0.05, 0.075),
+        (6, 1, [4, 5, 6], 0.075, 1),
+        (0, 0.001, [4, 5, 6], 0.2, 1),
+        (0, 0.8, [4, 5, 6], -0.01, 0.01),
+        (0, 1, [5, 6, 4], 0.2, 1),
+    ],
+    ids=["same", "moved a little", "moved", "moved far", "gone", "all shrunk", "taken for another class"],
+)
+def test_a_detector_loses_what_its_boxes_move_and_what_it_takes_for_something_else(
+    moved: float, chance: float, classes: list[int], least: float, most: float
+) -> None:
+    rows, rng = make_outputs("middle and size", count=20), np.random.default_rng(1)
+    others = [{"y": row["y"][:, [0, 1, 2, 3, *classes]]} for row in rows]
     for row in others:
-        row["y"][0, :4] += rng.normal(0, change, (4, 80)).astype(np.float32)
+        row["y"][0, :4] += rng.normal(0, moved, (4, 80)).astype(np.float32)
         row["y"][0, 4:] *= chance
-    found = estimate_drop([record_detections(head, one, two) for one, two in zip(rows, others, strict=True)])
-    return found.estimate, found.interval
-
-
-def test_the_same_detections_lose_nothing() -> None:
-    assert drop_of(0) == (0, (0, 0))
-
-
-@pytest.mark.slow
-def test_boxes_that_move_a_little_lose_little_and_more_the_farther_they_move() -> None:
-    drops = [drop_of(pixels)[0] for pixels in (0.3, 1.5, 6)]
-    assert 0 <= drops[0] < 0.008
-    assert drops[0] < drops[1] < drops[2]
-    assert drops[2] > 0.05
-
-
-@pytest.mark.slow
-def test_detections_that_are_gone_are_lost_and_scores_that_all_shrink_are_not() -> None:
-    assert drop_of(0, chance=0.001)[0] > 0.2
-    drop, (low, high) = drop_of(0, chance=0.8)
-    assert abs(drop) < 0.01
-    assert low <= drop <= high
-
-
-def test_a_class_that_is_taken_for_another_is_lost() -> None:
-    rows = make_outputs("middle and size", count=20)
-    others = [{"y": row["y"][:, [0, 1, 2, 3, 5, 6, 4]]} for row in rows]
-    head = present(find_head(rows, (SIDE, SIDE)))
-    assert estimate_drop([record_detections(head, *pair) for pair in zip(rows, others, strict=True)]).estimate > 0.2
+    found = estimate(rows, others)
+    assert least <= found.estimate <= most
+    assert found.interval[0] <= found.estimate <= found.interval[1]
 
 
 TEXT = """g (float[1,3,64,64] image, float[1,7,80] x) => (float[1,7,80] y)
   <float[1,7,1] off = {OFF}, float[1,7,1] scale = {SCALE}>
   { s = Mul(x, scale)  y = Add(s, off) }"""
+IMAGE = np.zeros((1, 3, SIDE, SIDE), np.float32)
+
+
+def shift_boxes(folder: Path, by: str, scale: str = "1, 1, 1") -> Model:
+    text = TEXT.replace("OFF", f"{by}, 0, 0, 0").replace("SCALE", f"1, 1, 1, 1, {scale}")
+    return make_model(text, folder / f"{by} {scale}.onnx")
 
 
 def test_a_detector_that_detects_nothing_is_said_to_be_judged_by_nothing(tmp_path: Path) -> None:
     """Scores of 0.03 and less are rounded away beside boxes of 64 pixels, and no figure of the samples shows it."""
-    image = np.zeros((1, 3, SIDE, SIDE), np.float32)
     faint = np.array([1.0] * 4 + [0.03] * KINDS, np.float32).reshape(1, -1, 1)
-    found = list[str]()
+    model, found = shift_boxes(tmp_path, "0, 0, 0, 0"), list[str]()
     for scale in (np.ones_like(faint), faint):
-        rows = [{"image": image, "x": (row["y"] * scale).astype(np.float32)} for row in make_outputs("middle and size")]
-        model = make_model(
-            TEXT.replace("OFF", "0, 0, 0, 0, 0, 0, 0").replace("SCALE", "1, 1, 1, 1, 1, 1, 1"), tmp_path / "m.onnx"
-        )
+        rows = [{"image": IMAGE, "x": (row["y"] * scale).astype(np.float32)} for row in make_outputs("middle and size")]
         found.append(FloatReference(model, make_samples(rows)).predict_drop(model).measure)
     assert found == [AP, SILENT]
 
 
 @pytest.mark.slow
 def test_a_detector_is_judged_by_its_detections_unless_it_is_stated_otherwise(tmp_path: Path) -> None:
-    def model(name: str, off: str, scale: str = "1, 1, 1, 1, 1, 1, 1") -> object:
-        return make_model(TEXT.replace("OFF", off).replace("SCALE", scale), tmp_path / f"{name}.onnx")
-
-    image = np.zeros((1, 3, SIDE, SIDE), np.float32)
-    rows = [{"image": image, "x": row["y"]} for row in make_outputs("middle and size", count=40)]
-    samples = make_samples(rows)
-    same, near, far = (model(name, off) for name, off in (
-        ("same", "0, 0, 0, 0, 0, 0, 0"), ("near", "0.2, 0, 0, 0.2, 0, 0, 0"), ("far", "9, 9, 0, 0, 0, 0, 0"),
-    ))  # fmt: skip
-    lost = model("lost", "0, 0, 0, 0, 0, 0, 0", "1, 1, 1, 1, 0, 0, 0")
-    little, much, all_ = (FloatReference(same, samples).predict_drop(other) for other in (near, far, lost))  # type: ignore[arg-type]
+    samples = make_samples([{"image": IMAGE, "x": row["y"]} for row in make_outputs("middle and size", count=40)])
+    same, near, far = (shift_boxes(tmp_path, by) for by in ("0, 0, 0, 0", "0.2, 0, 0, 0.2", "9, 9, 0, 0"))
+    lost = shift_boxes(tmp_path, "0, 0, 0, 0", "0, 0, 0")
+    little, much, all_ = (FloatReference(same, samples).predict_drop(other) for other in (near, far, lost))
     assert {little.measure, much.measure, all_.measure} == {AP}
     assert little.source == "the float model's detections"
     assert little.meets(0.005)
     assert not much.meets(0.005)
     assert (all_.drop_estimate or 0) > (much.drop_estimate or 0) > 0.1
     stated = {"y": StatedOutput(kind="values")}
-    assert FloatReference(same, samples, stated).predict_drop(near).measure == "spread of the values (R2)"  # type: ignore[arg-type]
+    assert FloatReference(same, samples, stated).predict_drop(near).measure == "spread of the values (R2)"
 
 
 def code_masks(boxes: Array, chances: Array) -> Tensors:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantize_models import find_searched, make_model, random_samples
+from quantize_models import find_searched, make_model, make_search, predicted, random_samples
 
 from edgekit.check.check import check_model
 from edgekit.graph.graph import read_graph
@@ -13,7 +13,7 @@ from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.placement import FLOAT_ONLY, widen_region
-from edgekit.quantize.mixed_precision.plan_search import Search, Searched
+from edgekit.quantize.mixed_precision.plan_search import Searched
 from edgekit.quantize.plan import QuantPlan
 from edgekit.target import load_target
 
@@ -65,16 +65,11 @@ def test_layers_with_weights_do_not_leave_integers_for_it(tmp_path: Path) -> Non
 def test_nodes_are_kept_float_unless_that_loses_more(tmp_path: Path, drop: float, *, is_kept: bool) -> None:
     def measure(quantized: Model) -> Prediction:
         lost = drop if "takes it" in quantized.path.stem else 0.0005
-        return Prediction(
-            samples=24, sqnr_db=25.0, top1_agreement=None, drop_estimate=lost, drop_interval=None, source="test"
-        )
+        return predicted(lost, sqnr_db=25.0)
 
     model = make_model(SPLIT, tmp_path / "net.onnx", WEIGHTS, CONSTANTS)
     calibration = calibrate_model(model, random_samples(model, 24), work=tmp_path / "work")
-    search = Search(
-        model=model, calibration=calibration, target=load_target("nnapi"), precision="int8", measure=measure,
-        compare=lambda _one, _two: 0.0, work=tmp_path,
-    )  # fmt: skip
+    search = make_search((model, calibration), measure, load_target("nnapi"), tmp_path)
     assert bool(list_kept(find_plan(search, max_drop=None, narrow=False)[0])) == is_kept
 
 
