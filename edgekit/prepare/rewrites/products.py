@@ -1,4 +1,4 @@
-"""Products, powers and sums in the form that most providers take: Gemm, MatMul, Neg, Pow and Sum."""
+"""Products, powers, sums and Fourier transforms in the form that most providers take."""
 
 import math
 import string
@@ -12,7 +12,7 @@ import onnx
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import known, made_by, need, reduced_axes, split_number
 from edgekit.graph.rewrite import Writer, node_rewrite
-from edgekit.model.tensors import MAX_HALF
+from edgekit.model.tensors import MAX_HALF, Array
 from edgekit.prepare.rewrites.norms import reduce_axes
 
 _PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
@@ -280,6 +280,61 @@ def affine_grid_to_matmul(writer: Writer) -> None:
     product = writer.add("MatMul", [writer.x, writer.constant("grid", [axis.ravel() for axis in axes])], "product")
     turned = writer.add("Transpose", [product], "turned", perm=[0, 2, 1])
     writer.reshape(turned, "shape", [batch, *sizes, len(sizes)])
+
+
+_DFT_AXIS_SINCE = 20
+# A matrix of so many numbers is a constant of 8 MB.
+_MOST_TURNS = 1 << 21
+
+
+@node_rewrite("dft-to-matmul", {"DFT"}, since=17, floats=True)
+def dft_to_matmul(writer: Writer) -> None:
+    """Rewrites a DFT of the last axis but that of real and imaginary part to a product with a constant matrix.
+
+    The last bits may differ (1e-6 relative).
+    """
+    node, shape, made = writer.node, writer.shape(), writer.made
+    axis = writer.number(2) if node.has_input(2) else node.integer("axis", -2 if writer.opset >= _DFT_AXIS_SINCE else 1)
+    halves, inverse = node.integer("onesided", 0), node.integer("inverse", 0)
+    length = int(writer.number(1)) if node.has_input(1) else shape[-2]
+    need(len(shape) > 2 and axis % len(shape) == len(shape) - 2 and 0 not in shape and shape[-2] <= length)
+    # Of half a spectrum the length is not known otherwise.
+    need(not (halves and inverse) or (node.has_input(1) and shape[-2] == length // 2 + 1))
+    need(math.prod(shape[-2:]) * math.prod(made[-2:]) <= _MOST_TURNS)
+    turns = _find_turns(length, shape[-2:], made[-2:], inverse=bool(inverse), halves=bool(halves))
+    flat = writer.reshape(writer.x, "rows", [-1, math.prod(shape[-2:])], "flat")
+    writer.reshape(writer.add("MatMul", [flat, writer.constant("turns", turns)], "product"), "sizes", made)
+
+
+@node_rewrite("stft-to-conv", {"STFT"}, since=17, floats=True)
+def stft_to_conv(writer: Writer) -> None:
+    """Rewrites an STFT of real numbers to a Conv whose kernels are the turning windows. 1e-6 relative."""
+    node, shape, made = writer.node, writer.shape(), writer.made
+    step, window = int(writer.number(1)), writer.array(2) if node.has_input(2) else None
+    length = int(writer.number(3)) if node.has_input(3) else len(known(window))
+    need(shape[2:] in {(), (1,)} and step > 0 and length * math.prod(made[-2:]) <= _MOST_TURNS)
+    turns = _find_turns(length, (length, 1), made[-2:], inverse=False, halves=False)
+    kernels = (turns if window is None else turns * window[:, None]).T[:, None, None]
+    # A plane of one row, since NNAPI has no Conv of lines.
+    plane = writer.reshape(writer.x, "plane_shape", [shape[0], 1, 1, shape[1]], "plane")
+    parts = writer.add("Conv", [plane, writer.constant("kernels", kernels)], "parts", strides=[1, step])
+    writer.reshape(writer.add("Transpose", [parts], "frames", perm=[0, 3, 1, 2]), "shape", made)
+
+
+def _find_turns(length: int, given: tuple[int, ...], made: tuple[int, ...], *, inverse: bool, halves: bool) -> Array:
+    """Returns the matrix of a DFT of `length` from numbers with the axes `given` to those `made`, both of parts last.
+
+    With `halves` an inverse adds to each number of half a spectrum its conjugate, which leaves the real part.
+    """
+    (count, parts), (most, kinds) = given, made
+    angles = np.outer(np.arange(count), np.arange(most)) % length * (2 * np.pi / length)
+    turns = np.exp(1j * angles) / length if inverse else np.exp(-1j * angles)
+    if inverse and halves:
+        places = np.arange(count)
+        turns = turns * np.where((places == 0) | (2 * places == length), 1, 2)[:, None]
+    whole = np.stack([turns, 1j * turns])[:parts]
+    values = np.stack([whole.real, whole.imag * (not (inverse and halves))])[:kinds]
+    return values.transpose(2, 1, 3, 0).reshape(count * parts, most * kinds)
 
 
 # More than this many times the scale, a shift before padding would cost digits of what it is added to. A choice.
