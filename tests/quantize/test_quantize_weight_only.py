@@ -8,7 +8,7 @@ import onnx
 import pytest
 from demo_paths import MODEL
 from onnx import TensorProto, helper, numpy_helper
-from quantize_models import make_model, make_samples
+from quantize_models import make_model, make_samples, sqnr_db
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, Level, SessionSettings
@@ -42,16 +42,7 @@ def make_perceptron(path: Path) -> Model:
     return make_model(text, path, constants=weights)
 
 
-def run(model: Model) -> Array:
-    sample = {"x": np.random.default_rng(1).standard_normal((2, 100)).astype(np.float32)}
-    return CpuSession(model.path, SessionSettings(level=Level.DISABLED)).run(sample)["y"]
-
-
 LEAST_SQNR_DB = {"fp16": 55, "dynamic-int8": 30, "int8": 38, "int4": 14}
-
-
-def sqnr_db(wanted: Array, got: Array) -> float:
-    return float(10 * np.log10(np.square(wanted).sum() / np.square(wanted - got).sum()))
 
 
 @pytest.mark.parametrize("form", get_args(WeightForm))
@@ -60,7 +51,7 @@ def test_each_form_makes_weights_smaller_and_stays_close(tmp_path: Path, form: W
     light = compress_weights(model, WeightOnlyOptions(form=form), tmp_path / "c.onnx")
     assert set(light.changed) >= {"first", "second"}
     assert light.size_after < light.size_before * 0.6
-    assert sqnr_db(run(model), run(light.model)) > LEAST_SQNR_DB[form]
+    assert sqnr_db(model, light.model) > LEAST_SQNR_DB[form]
     again = compress_weights(model, WeightOnlyOptions(form=form), tmp_path / "d.onnx")
     assert again.model.sha256 == light.model.sha256
     kept = compress_weights(model, WeightOnlyOptions(form=form, kept=("first",)), tmp_path / "k.onnx")
@@ -152,8 +143,8 @@ def test_the_qoperator_form_has_the_same_numbers(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert constants(written.model).items() <= constants(prepared).items()
     sample = {"x": np.random.default_rng(4).standard_normal((1, 3, 4, 4)).astype(np.float32)}
-    wanted = CpuSession(prepared.path, SessionSettings()).run(sample)["y"]
-    assert np.array_equal(CpuSession(written.model.path, SessionSettings()).run(sample)["y"], wanted)
+    wanted, got = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (prepared, written.model))
+    assert np.array_equal(got, wanted)
     assert find_quantized_form(read_proto(written.model)) == "qoperator"
 
 
@@ -177,13 +168,8 @@ def test_blocks_that_learn_from_samples_err_less_on_others(tmp_path: Path) -> No
         options = WeightOnlyOptions(form="int4", rounding=rounding)
         light = compress_weights(model, options, tmp_path / f"{rounding}.onnx", drawn(128, 1))
         assert set(light.changed) == {"first", "second"}
-        ratios[rounding] = sqnr_db(outputs(model, drawn(20, 2)), outputs(light.model, drawn(20, 2)))
+        ratios[rounding] = sqnr_db(model, light.model, drawn(20, 2))
     assert ratios["comq"] > ratios["nearest"] + 3
-
-
-def outputs(model: Model, samples: Samples) -> Array:
-    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
-    return np.concatenate([session.run(sample)["y"] for sample in samples])
 
 
 @pytest.mark.parametrize(("level", "written"), [(0, []), (4, [4])])
@@ -225,7 +211,7 @@ def test_scales_of_lpbq_are_sixteenths_of_their_columns_largest(tmp_path: Path, 
         counts = 16 * scales / scales.max(axis=1, keepdims=True)
         assert counts == pytest.approx(np.rint(counts), abs=1e-4)
         assert counts.min() >= 1 - 1e-4
-    assert sqnr_db(run(model), run(light.model)) > 12
+    assert sqnr_db(model, light.model) > 12
 
 
 def test_blocks_of_zeros_and_clipped_ones_are_named(tmp_path: Path) -> None:
@@ -280,9 +266,7 @@ def test_a_head_that_is_tied_to_its_embedding_is_stored_once(
     assert len(tables) == (2 if head == "other" else 1)
     assert nodes["embed"].op_type == "GatherBlockQuantized"
     assert (nodes["embed"].input[2] == nodes["head"].input[2]) == (head != "other")
-    ids = {"ids": np.array([[0, 39, -1, 3, 7, 12]])}
-    wanted, got = (CpuSession(each.path, SessionSettings()).run(ids)["y"] for each in (model, light.model))
-    assert sqnr_db(wanted, got) > least_db
+    assert sqnr_db(model, light.model, [{"ids": np.array([[0, 39, -1, 3, 7, 12]])}]) > least_db
     if form == "int4":
         reader = "embed" if head == "other" else "head"
         assert f"node '{reader}': 1 of 80 blocks hold zeros alone" in light.notes[0]
@@ -303,12 +287,11 @@ def test_a_tied_head_is_rounded_by_samples_and_its_embedding_loses_nothing(tmp_p
         packed, scales = stored["table_q4t"], stored["table_scalest"]
         values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(40, 2, 32).astype(np.float32) - 8
         table = (values * scales[..., None]).reshape(40, 64)
-        sessions = [CpuSession(each.path, SessionSettings()) for each in (model, light.model)]
-        # Rows of the table that are not in the samples: its own error is judged apart.
-        wanted, got = (np.concatenate([each.run(draw(seed))["y"] for seed in range(64, 96)]) for each in sessions)
-        found[rounding] = sqnr_db(wanted, got), sqnr_db(make_table(), table)
+        # The table has rows that are not in the samples: its own error is judged apart.
+        error = float(np.linalg.norm(table - make_table()))
+        found[rounding] = sqnr_db(model, light.model, map(draw, range(64, 96))), error
     assert found["comq"][0] > found["nearest"][0] + 0.3, found
-    assert found["comq"][1] > found["nearest"][1] - 0.3, found
+    assert found["comq"][1] < found["nearest"][1] * 1.035, found
 
 
 def test_tables_that_blocks_do_not_fit_stay_float(tmp_path: Path) -> None:
