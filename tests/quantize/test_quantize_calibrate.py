@@ -13,7 +13,7 @@ from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, ran
 from tiny_models import save_net
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.data.samples import Samples, spread_indices
+from edgekit.data.samples import spread_indices
 from edgekit.errors import DataError, EdgekitError, ModelError, UsageError
 from edgekit.model.external import ArrayFile
 from edgekit.model.model import Model, load_model
@@ -36,14 +36,18 @@ def every_activation(model: Model, names: list[str]) -> list[dict[str, Array]]:
     return [session.run(sample) for sample in random_samples(model)]
 
 
+def check_ranges(model: Model, seen: Calibration, names: list[str], method: str = "minmax") -> None:
+    """Holds ranges against the extremes of each sample; r1 is made by a Relu."""
+    runs = every_activation(model, names)
+    least, most = (np.min, np.max) if method == "minmax" else (np.mean, np.mean)
+    for name in names:
+        low, high = least([run[name].min() for run in runs]), most([run[name].max() for run in runs])
+        span = seen.ranges[method][name]
+        assert (span.low, span.high) == pytest.approx((0 if name == "r1" else low, high), rel=2e-3)
+
+
 def test_minmax_equals_what_numpy_sees_on_every_tensor(net: Model, calibration: Calibration) -> None:
-    runs = every_activation(net, ["r1", "c2", "s", "p", "c3", "g", "f", "z"])
-    for name in ("c2", "s", "p", "c3", "g", "f", "z"):
-        low, high = min(run[name].min() for run in runs), max(run[name].max() for run in runs)
-        seen = calibration.ranges["minmax"][name]
-        assert (seen.low, seen.high) == pytest.approx((low, high), rel=2e-3)
-    assert calibration.ranges["minmax"]["r1"].low == 0
-    assert calibration.ranges["minmax"]["r1"].high == pytest.approx(max(run["r1"].max() for run in runs), rel=2e-3)
+    check_ranges(net, calibration, ["r1", "c2", "s", "p", "c3", "g", "f", "z"])
 
 
 def test_extremes_of_images_in_any_layout_are_those_of_numpy(tmp_path: Path) -> None:
@@ -53,12 +57,8 @@ def test_extremes_of_images_in_any_layout_are_those_of_numpy(tmp_path: Path) -> 
     text = "g (float[1,3,24,24] x) => (float[1,18,18,32] y) " + text
     weights: dict[str, tuple[int, ...]] = {"w1": (16, 3, 3, 3), "w2": (24, 16, 3, 3), "w3": (32, 24, 3, 3)}
     model = make_model(text, tmp_path / "m.onnx", weights)
-    names = ["r1", "c2", "c3", "t", "y"]
-    runs, seen = every_activation(model, names), calibrate_model(model, random_samples(model), work=tmp_path / "work")
-    for name in names:
-        ends = min(run[name].min() for run in runs), max(run[name].max() for run in runs)
-        span = seen.ranges["minmax"][name]
-        assert (span.low, span.high) == pytest.approx((min(0, ends[0]) if name == "r1" else ends[0], ends[1]), rel=2e-3)
+    seen = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    check_ranges(model, seen, ["r1", "c2", "c3", "t", "y"])
 
 
 def test_a_tensor_before_a_relu_has_the_range_after_it(calibration: Calibration) -> None:
@@ -88,12 +88,7 @@ def test_every_method_stays_within_minmax(net: Model, tmp_path: Path) -> None:
 
 
 def test_moving_average_is_the_mean_of_the_extremes_of_each_sample(net: Model, calibration: Calibration) -> None:
-    runs = every_activation(net, ["c2", "r1"])
-    seen = calibration.ranges["moving-average"]
-    low, high = np.mean([run["c2"].min() for run in runs]), np.mean([run["c2"].max() for run in runs])
-    assert (seen["c2"].low, seen["c2"].high) == pytest.approx((low, high), rel=2e-3)
-    assert seen["r1"].low == 0
-    assert seen["r1"].high == pytest.approx(np.mean([run["r1"].max() for run in runs]), rel=2e-3)
+    check_ranges(net, calibration, ["c2", "r1"], "moving-average")
 
 
 def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tmp_path: Path) -> None:
@@ -318,14 +313,10 @@ def _write(path: Path, rows: str, opset: int) -> Model:
     return make_model(text, path, {"w": (6, 4)})
 
 
-def _measure(model: Model, lengths: list[int], work: Path) -> InputMoments:
-    def draw(index: int) -> dict[str, np.ndarray]:
-        return {"x": np.random.default_rng(index).normal(size=(1, lengths[index], 6)).astype(np.float32)}
-
-    samples = Samples(source="drawn", count=len(lengths), read=lambda: map(draw, range(len(lengths))))
-    calibrate_model(model, samples, work=work)
-    stored = open_moments(work)
-    return present(stored("layer"))
+def _measure(model: Model, lengths: list[int], work: Path, offset: float = 0, scale: float = 1) -> InputMoments:
+    drawn = (np.random.default_rng(seed).normal(offset, scale, (1, length, 6)) for seed, length in enumerate(lengths))
+    calibrate_model(model, make_samples([{"x": row.astype(np.float32)} for row in drawn]), work=work)
+    return present(open_moments(work)("layer"))
 
 
 @pytest.mark.parametrize("opset", [13, 17])
@@ -347,13 +338,7 @@ def test_each_sample_adds_as_many_rows_to_the_moments_as_it_has(tmp_path: Path) 
 
 
 def test_inputs_that_hardly_vary_beside_their_mean_keep_a_covariance(tmp_path: Path) -> None:
-    model = _write(tmp_path / "fixed.onnx", "40", 17)
-    rng = np.random.default_rng(0)
-    rows = [(3000 + 0.05 * rng.normal(size=(1, 40, 6))).astype(np.float32) for _ in range(20)]
-    samples = Samples(source="drawn", count=20, read=lambda: iter([{"x": each} for each in rows]))
-    calibrate_model(model, samples, work=tmp_path / "a")
-    stored = open_moments(tmp_path / "a")
-    found = present(stored("layer"))
+    found = _measure(_write(tmp_path / "fixed.onnx", "40", 17), [40] * 20, tmp_path / "a", 3000, 0.05)
     # E[xx'] - E[x]E[x]' of sums in float32 is off by a hundred times the variance here, and has negative eigenvalues.
     assert np.diagonal(found.covariance[0]) == pytest.approx(0.05**2, rel=0.2)
     assert np.linalg.eigvalsh(found.covariance[0]).min() > 0
