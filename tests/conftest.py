@@ -12,10 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-import bucket_models
 import hypothesis
 import pytest
-import stepped_models
 from demo_paths import CALIBRATION, MODEL
 from fixture_types import MakeOnce
 from hypothesis.internal.conjecture import providers
@@ -176,12 +174,16 @@ def make_once(tmp_path_factory: pytest.TempPathFactory) -> MakeOnce:
 @pytest.fixture(scope="session")
 def sized(make_once: MakeOnce) -> Bundle:
     """A bundle for the CPU of several sizes."""
+    import bucket_models  # noqa: PLC0415 - imports all that builds
+
     return open_bundle(make_once("buckets", bucket_models.make) / "out" / "net-cpu")
 
 
 @pytest.fixture(scope="session")
 def stepped(make_once: MakeOnce) -> Bundle:
     """A bundle for the CPU of a model with state."""
+    import stepped_models  # noqa: PLC0415
+
     return open_bundle(make_once("recurrent", stepped_models.make) / "out" / "recurrent-cpu")
 
 
