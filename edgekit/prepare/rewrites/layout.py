@@ -1,17 +1,18 @@
 """Operators that move elements, and windows over them, as most providers take them: Reshape, Gather, Pad, pooling."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 
 import numpy as np
 import onnx
 
-from edgekit.graph.match import known, made_by, need
+from edgekit.graph.match import known, made_by, need, reduced_axes
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.graph.spatial import Windows, find_picks, has_windows, place_windows, read_modes
 from edgekit.model.tensors import Array
+from edgekit.prepare.rewrites.norms import reduce_axes
 
 # The first opset whose Slice has its axes as an input.
 _SLICE_INPUTS_SINCE = 10
@@ -86,9 +87,13 @@ _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 
 
 _SUMMING = frozenset({"Add", "Div", "Mul", "Sub"})
+# Before, a Softmax is that of all axes from its own to the last.
+_SOFTMAX_SINCE = 13
+_REDUCING = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "Softmax"})
+_Run = tuple[int, ...]
 
 
-@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"} | _SUMMING)
+@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"} | _SUMMING | _REDUCING)
 def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Rewrites Gather, Slice, Split, Transpose, sums and products of five or more axes to ones of fewer.
 
@@ -114,9 +119,10 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     cut = replace_nodes(graph, opset, {"Gather", "Slice", "Split"}, _cut_three_axes, floats=True)
     turned = replace_nodes(graph, opset, {"Transpose"}, _turn_fewer_axes, floats=True)
     summed = replace_nodes(graph, opset, _SUMMING, _sum_fewer_axes, floats=True)
-    if cut or turned or summed:
+    reduced = replace_nodes(graph, opset, _REDUCING, _reduce_fewer_axes, floats=True)
+    if changed := (*cut, *turned, *summed, *reduced):
         replace_nodes(graph, opset, _VIEWS, view_at_once)
-    return (*cut, *turned, *summed)
+    return changed
 
 
 def _cut_three_axes(writer: Writer) -> None:
@@ -150,18 +156,57 @@ def _turn_fewer_axes(writer: Writer) -> None:
     shape, perm = writer.shape(), known(writer.node.entries("perm"))
     need(len(shape) > _MOST_AXES and 0 not in shape)
     wide = [axis for axis in perm if shape[axis] > 1]
-    places, runs = {axis: place for place, axis in enumerate(sorted(wide))}, list[list[int]]()
+    places, runs = {axis: place for place, axis in enumerate(sorted(wide))}, list[_Run]()
     for axis in wide:
         if runs and places[axis] == places[runs[-1][-1]] + 1:
-            runs[-1].append(axis)
+            runs[-1] += (axis,)
         else:
-            runs.append([axis])
-    need(len(runs) < len(shape))
-    before = sorted(runs)
-    value = writer.reshape(writer.x, "flat_sizes", [math.prod(shape[axis] for axis in run) for run in before], "flat")
-    if runs != before:
-        value = writer.add("Transpose", [value], "turned", perm=[before.index(run) for run in runs])
+            runs.append((axis,))
+    now, sizes = sorted(runs), {run: math.prod(shape[axis] for axis in run) for run in runs}
+    if len(runs) <= _MOST_AXES:
+        value = writer.reshape(writer.x, "flat_sizes", [sizes[run] for run in now], "flat")
+        if runs != now:
+            value = writer.add("Transpose", [value], "turned", perm=[now.index(run) for run in runs])
+    else:
+        value = _swap_runs(writer, now, runs, sizes)
     writer.reshape(value, "sizes", [shape[axis] for axis in perm])
+
+
+def _swap_runs(writer: Writer, now: list[_Run], wanted: list[_Run], sizes: Mapping[_Run, int]) -> str:
+    """Brings runs of axes into another order by Transposes that swap two neighbouring blocks of them."""
+    value = writer.x
+    for place, run in enumerate(wanted):
+        start = now.index(run)
+        if start == place:
+            continue
+        # All that follows in the wanted order too comes along.
+        end = start
+        while end < len(now) and now[end] == wanted[place + end - start]:
+            end += 1
+        blocks = [now[:place], now[place:start], now[start:end], now[end:]]
+        shape = [math.prod(map(sizes.__getitem__, each)) for each in blocks]
+        flat = writer.reshape(value, f"flat_{place}_sizes", shape, f"flat_{place}")
+        value = writer.add("Transpose", [flat], f"turned_{place}", perm=[0, 2, 1, 3])
+        now = [*blocks[0], *blocks[2], *blocks[1], *blocks[3]]
+    return value
+
+
+def _reduce_fewer_axes(writer: Writer) -> None:
+    """Writes a reduction or Softmax of five or more axes, along neighbouring ones, as one of three."""
+    node, shape, made = writer.node, writer.shape(), writer.made
+    is_softmax = node.op_type == "Softmax"
+    need(not is_softmax or writer.opset >= _SOFTMAX_SINCE)
+    axes = (node.integer("axis", -1),) if is_softmax else known(reduced_axes(writer.graph, node))
+    places = sorted(axis % len(shape) for axis in axes)
+    first, last = places[0], places[-1] + 1
+    need(len(shape) > _MOST_AXES and 0 not in shape and places == [*range(first, last)])
+    flat = [math.prod(shape[:first]), math.prod(shape[first:last]), *((math.prod(shape[last:]),) * (last < len(shape)))]
+    value = writer.reshape(writer.x, "flat_sizes", flat, "flat")
+    if is_softmax:
+        value = writer.add(node.op_type, [value], "made", axis=1)
+    else:
+        value = reduce_axes(writer, node.op_type, value, "made", [1], keepdims=0)
+    writer.reshape(value, "sizes", made)
 
 
 def _sum_fewer_axes(writer: Writer) -> None:

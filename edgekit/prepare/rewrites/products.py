@@ -112,6 +112,28 @@ def matmul_to_2d(writer: Writer) -> None:
 _NO_BIAS_SINCE = 11
 
 
+@node_rewrite("join-rows", {"MatMul"}, floats=True)
+def join_rows(writer: Writer) -> None:
+    """Rewrites a MatMul of several matrices with one, as of heads that share keys, to one MatMul of all their rows.
+
+    NNAPI repeats no matrix. The matrices must lie side by side: a batch of [heads, rows, size] with [1, size, columns].
+    """
+    many, one, made = list(writer.shape()), list(writer.shape(1)), writer.made
+    need(min(len(many), len(one)) > 2 and 0 not in (*many, *one))
+    one = [1] * (len(many) - len(one)) + one
+    need(len(one) == len(many))
+    # The axes before the rows along which the second operand has one matrix.
+    start = len(many) - 2
+    while start > 0 and one[start - 1] == 1:
+        start -= 1
+    need(math.prod(many[start:-2]) > 1 and many[:start] == one[:start])
+    # Of two axes alone the second operand would have to be constant.
+    batch, rows = many[:start] or [1], math.prod(many[start:-1])
+    joined = writer.reshape(writer.x, "rows_shape", [*batch, rows, many[-1]], "rows")
+    single = writer.reshape(writer.node.input[1], "single_shape", [*batch, *one[-2:]], "single")
+    writer.reshape(writer.add("MatMul", [joined, single], "product"), "shape", made)
+
+
 @node_rewrite("einsum-to-matmul", {"Einsum"}, floats=True)
 def einsum_to_matmul(writer: Writer) -> None:
     """Rewrites an Einsum of two tensors, such as a layer in groups, to a MatMul between Transposes and Reshapes.
