@@ -461,20 +461,34 @@ def cast_by_floor(writer: Writer) -> None:
     writer.add("Mul", [writer.add("Sign", whole.input, "sign"), floor])
 
 
+# An edge that is repeated more often makes a Concat of too many.
+_MOST_COPIES = 16
+# The end of a Slice to the last element.
+_LAST = int(np.iinfo(np.int64).max)
+
+
 @node_rewrite("pad-reflect", {"Pad"}, since=13)
 def pad_reflect(writer: Writer) -> None:
-    """Rewrites a Pad of mode reflect with constant pads to Slices and Concats, one axis after the other.
+    """Rewrites a Pad of mode reflect, edge or wrap with constant pads to Slices and Concats, one axis after the other.
 
     Values are copied only, so the result is the same to the bit.
     """
+    mode = str(writer.node.attributes.get("mode", ""))
 
-    def mirror(value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
+    def copy(value: str, part: str, axis: int, count: int, *, is_before: bool) -> list[str]:
+        if mode == "edge":
+            need(count <= _MOST_COPIES)
+            return [_slice(writer, value, part, axis, (0, 1, 1) if is_before else (-1, _LAST, 1))] * count
+        if mode == "wrap":
+            need(count <= writer.shape()[axis])
+            return [_slice(writer, value, part, axis, (-count, _LAST, 1) if is_before else (0, count, 1))]
         # Mode reflect does not repeat the edge element itself.
         start, end = (count, 0) if is_before else (-2, -2 - count)
-        return _slice(writer, value, part, axis, (start, end, -1))
+        return [_slice(writer, value, part, axis, (start, end, -1))]
 
-    # One axis after the other gives the same corners as ONNX's reflect.
-    _pad_by_axis(writer, "reflect", mirror)
+    need(mode in {"edge", "reflect", "wrap"})
+    # One axis after the other gives the same corners as ONNX's modes.
+    _pad_by_axis(writer, mode, copy)
 
 
 @node_rewrite("pad-axes", {"Pad"}, since=18)
@@ -502,17 +516,19 @@ def pad_edge(writer: Writer) -> None:
     _pad_by_axis(writer, "edge", partial(_repeat_edge, writer, rank))
 
 
-def _repeat_edge(writer: Writer, rank: int, value: str, part: str, axis: int, count: int, *, is_before: bool) -> str:
+def _repeat_edge(
+    writer: Writer, rank: int, value: str, part: str, axis: int, count: int, *, is_before: bool
+) -> list[str]:
     """Adds copies of the first or the last element of an axis."""
-    bounds = (0, 1, 1) if is_before else (-1, np.iinfo(np.int64).max, 1)
+    bounds = (0, 1, 1) if is_before else (-1, _LAST, 1)
     if count == 1:
-        return _slice(writer, value, part, axis, bounds)
+        return [_slice(writer, value, part, axis, bounds)]
     edge = _slice(writer, value, f"{part}-edge", axis, bounds)
     copies = [count if each == axis else 1 for each in range(rank)]
-    return writer.add("Tile", [edge, writer.ints(f"{part}/copies", copies)], part)
+    return [writer.add("Tile", [edge, writer.ints(f"{part}/copies", copies)], part)]
 
 
-def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., str]) -> None:
+def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., list[str]]) -> None:
     """Rewrites a Pad of a mode to Concats with what `make` gives for each side of each axis that is padded."""
     node, pads = writer.node, writer.array(1)
     need(node.attributes.get("mode", "constant") == mode and not node.has_input(3))
@@ -520,8 +536,8 @@ def _pad_by_axis(writer: Writer, mode: str, make: Callable[..., str]) -> None:
     wanted = [(axis, *pair) for axis, pair in enumerate(pads.reshape(2, -1).T.tolist()) if any(pair)]
     value = node.input[0]
     for axis, before, after in wanted:
-        first = [make(value, f"axis_{axis}/before", axis, before, is_before=True)] if before else []
-        last = [make(value, f"axis_{axis}/after", axis, after, is_before=False)] if after else []
+        first = make(value, f"axis_{axis}/before", axis, before, is_before=True) if before else []
+        last = make(value, f"axis_{axis}/after", axis, after, is_before=False) if after else []
         name = "" if axis == wanted[-1][0] else f"axis_{axis}"
         value = writer.add("Concat", [*first, value, *last], name, axis=axis)
 
@@ -584,7 +600,7 @@ def exact_resize(writer: Writer) -> None:
         if old > before[axis]:
             part = f"axis_{axis}"
             more = _repeat_edge(writer, len(before), value, f"{part}/after", axis, old - before[axis], is_before=False)
-            value = writer.add("Concat", [value, more], part, axis=axis)
+            value = writer.add("Concat", [value, *more], part, axis=axis)
     made = [new for _, new in fitted]
     kept = {name: each for name, each in given.items() if name != "keep_aspect_ratio_policy"}
     resized = [value, "", "", writer.ints("sizes", made)]
