@@ -135,20 +135,17 @@ def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorP
     rounding = {
         node.output[0]: node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in stored
     }
-    rounded: dict[str, onnx.TensorProto] = {}
     for node in graph.node:
         made = rounding.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         if made is None:
             continue
-        quantized = f"{made.input[0]}_quantized"
-        if quantized not in stored and quantized not in rounded:
-            axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
-            weight, scale, zero = (read_array(stored[each], folder) for each in made.input)
-            integers = _round_weight(weight, scale, zero, axis)
-            # Each is written in place: building a new list would keep every weight in memory twice.
-            rounded[quantized] = graph.initializer.add(name=quantized, dims=integers.shape, raw_data=integers.tobytes())
-            rounded[quantized].data_type = onnx.helper.np_dtype_to_tensor_dtype(integers.dtype)
-        node.input[0] = quantized
+        axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
+        weight, scale, zero = (read_array(stored[each], folder) for each in made.input)
+        integers = _round_weight(weight, scale, zero, axis)
+        # ORT quantizes each weight once. Each is written in place: a new list would keep all weights in memory twice.
+        node.input[0] = f"{made.input[0]}_quantized"
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(integers.dtype)
+        graph.initializer.add(name=node.input[0], dims=integers.shape, data_type=dtype, raw_data=integers.tobytes())
     refill(graph.node, [node for node in graph.node if node.output[0] not in rounding])
     drop_unread(graph)
     for tensor in graph.initializer:

@@ -211,7 +211,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
         now, done = time.monotonic(), len(run.seen) - known
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
-            run.cache.report(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
+            run.cache.progress(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
         # Both passes and the cache identify samples by position: a source that shuffles would mix them up.
         if task.cache is not None and task.cache.digests[index] != digest:
             words = f"sample {task.samples.place(index)} of '{task.samples.source}' is another one than before"

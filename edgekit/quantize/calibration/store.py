@@ -200,7 +200,7 @@ class CalibrationCache:
     """
 
     def __init__(self, folder: Path | None, key: str, progress: Progress) -> None:
-        self._folder, self._key, self._progress = folder, key, progress
+        self._folder, self._key, self.progress = folder, key, progress
         self._next = time.monotonic() + _LEAST_SECONDS
         self.notes: list[str] = []
 
@@ -216,11 +216,10 @@ class CalibrationCache:
         except DataError as error:
             self.note(error.message)
             return None
-        seen = {} if found is None or digests is None else found.seen
-        if digests is not None and any(digests.get(index) != digest for index, digest in seen.items()):
-            self.note(f"'{self._folder / part}' is not used: it is of other samples")
-            return None
-        return found
+        if found is None or digests is None or found.seen.items() <= digests.items():
+            return found
+        self.note(f"'{self._folder / part}' is not used: it is of other samples")
+        return None
 
     def save(self, part: str, seen: Mapping[int, bytes], arrays: dict[str, Array], *, now: bool) -> None:
         """Writes a part if enough time has passed, or if `now`; after a failure nothing more is written."""
@@ -235,14 +234,10 @@ class CalibrationCache:
         ended = time.monotonic()
         self._next = ended + max(_LEAST_SECONDS, _WRITING_SHARE * (ended - began))
 
-    def report(self, text: str) -> None:
-        """Passes a text to the progress function."""
-        self._progress(text)
-
     def note(self, text: str) -> None:
         """Reports a problem, as progress and in `notes`."""
         self.notes.append(text)
-        self._progress(text)
+        self.progress(text)
 
 
 @contextlib.contextmanager

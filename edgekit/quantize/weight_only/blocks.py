@@ -97,11 +97,8 @@ def pack_weights(
 def write_product(
     graph: onnx.GraphProto, node: onnx.NodeProto, weight: str, blocks: Blocks, form: BlockForm, depth: int
 ) -> None:
-    """Turns a MatMul into a MatMulNBits with the blocks of a weight of `depth` rows, which is stored once."""
-    names = _packed_names(weight, form.bits, turned=False)
-    if names[0] not in {tensor.name for tensor in graph.initializer}:
-        _add_packed(graph, weight, blocks, form.bits, turned=False)
-    _replace(node, names, (depth, len(blocks[0])), form)
+    """Turns a MatMul into a MatMulNBits with the blocks of its own weight of `depth` rows."""
+    _replace(node, _add_packed(graph, weight, blocks, form.bits), (depth, len(blocks[0])), form)
 
 
 def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False) -> Blocks:
@@ -208,18 +205,15 @@ def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
     return default
 
 
-def _add_packed(graph: onnx.GraphProto, weight: str, blocks: Blocks, bits: int, *, turned: bool) -> tuple[str, str]:
+def _add_packed(
+    graph: onnx.GraphProto, weight: str, blocks: Blocks, bits: int, *, turned: bool = False
+) -> tuple[str, str]:
     values, scales = blocks
     packed = values[..., ::2] | (values[..., 1::2] << 4) if bits == 4 else values
-    names = _packed_names(weight, bits, turned=turned)
-    graph.initializer.append(numpy_helper.from_array(packed, names[0]))
-    graph.initializer.append(numpy_helper.from_array(scales, names[1]))
-    return names
-
-
-def _packed_names(name: str, bits: int, *, turned: bool) -> tuple[str, str]:
     end = "t" if turned else ""
-    return f"{name}_q{bits}{end}", f"{name}_scales{end}"
+    names = f"{weight}_q{bits}{end}", f"{weight}_scales{end}"
+    graph.initializer.extend(numpy_helper.from_array(*each) for each in zip((packed, scales), names, strict=True))
+    return names
 
 
 def _replace(
