@@ -338,10 +338,8 @@ def test_both_halves_of_a_span_are_judged_where_runs_are_short(*, both: bool, co
 
 def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net), work=tmp_path / "work")
-    graph, plan = (
-        read_float_graph(net),
-        plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax"),
-    )
+    graph = read_float_graph(net)
+    plan = plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
     qdq = build_qdq(graph, plan, Path(calibration.statistics), "m")
     proto, names = switch_activations(qdq, graph)
     assert switch_activations(qdq, graph, only=names[1:])[1] == names[1:]
@@ -383,14 +381,22 @@ _RNG = np.random.default_rng(3)
 _DFT = _RNG.normal(size=(64, 64)).astype(np.float32)
 
 
-def planned(folder: Path, text: str, constants: dict[str, Array]) -> tuple[Model, Calibration, QuantPlan]:
+Planned = tuple[Model, Calibration, QuantPlan]
+
+
+def planned(folder: Path, text: str, constants: dict[str, Array]) -> Planned:
     model = make_model(text, folder / "m.onnx", WEIGHTS, constants)
     rows = [{"x": np.random.default_rng(seed).normal(size=(1, 64)).astype(np.float32)} for seed in range(24)]
     return model, *plan_model(model, folder, "nnapi", make_samples(rows), "auto")
 
 
-def test_a_front_end_takes_half_the_bytes_and_a_session_knows_no_difference(tmp_path: Path) -> None:
-    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    return planned(tmp_path_factory.mktemp("plain"), PLAIN, {"dft": _DFT})
+
+
+def test_a_front_end_takes_half_the_bytes_and_a_session_knows_no_difference(plain: Planned, tmp_path: Path) -> None:
+    model, calibration, plan = plain
     narrowed = store_narrow(model, plan, calibration)
     assert (narrowed.narrow.bits, narrowed.narrow.saved_bytes) == ({"dft": 16}, 64 * 64 * 2)
     assert narrowed.narrow.ratio_db > plan.judged[0].sqnr_db + 16.3
@@ -409,23 +415,19 @@ def test_a_front_end_takes_half_the_bytes_and_a_session_knows_no_difference(tmp_
     assert loaded[0] == loaded[1]
 
 
-def test_where_a_plan_is_poor_eight_bits_do(tmp_path: Path) -> None:
-    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+def test_where_a_plan_is_poor_eight_bits_do(plain: Planned) -> None:
+    model, calibration, plan = plain
     poor = [msgspec.structs.replace(each, sqnr_db=12.0) for each in plan.judged]
     plan = msgspec.structs.replace(plan, judged=tuple(poor))
     assert store_narrow(model, plan, calibration).narrow.bits == {"dft": 8}
     assert store_narrow(model, plan, calibration, reached_db=20.0).narrow.bits == {"dft": 16}
 
 
-def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
-    model, calibration, _ = planned(tmp_path, PLAIN, {"dft": _DFT})
-    graph, compared = (
-        open_float_graph(model, calibration),
-        find_objective(open_float_graph(model, calibration), calibration),
-    )
-    judge = open_judge(
-        constants_to_inputs(graph.model, {"dft"}), compared, Path(calibration.statistics), whole={"dft": _DFT}
-    )
+def test_no_more_samples_are_run_than_rule_a_ratio_out(plain: Planned) -> None:
+    model, calibration, _ = plain
+    graph = open_float_graph(model, calibration)
+    fed, compared = constants_to_inputs(graph.model, {"dft"}), find_objective(graph, calibration)
+    judge = open_judge(fed, compared, Path(calibration.statistics), whole={"dft": _DFT})
     other = {"dft": _DFT + np.float32(0.01)}
     whole = judge(other)
     assert judge({"dft": _DFT}, np.inf) == 80  # the most that a ratio says
@@ -433,8 +435,8 @@ def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
     assert judge(other, whole) == whole
 
 
-def test_the_features_before_a_layer_with_a_switch_are_compared(tmp_path: Path) -> None:
-    model, calibration, _ = planned(tmp_path, PLAIN, {"dft": _DFT})
+def test_the_features_before_a_layer_with_a_switch_are_compared(plain: Planned) -> None:
+    model, calibration, _ = plain
     graph = open_float_graph(model, calibration)
     compared = find_objective(graph, calibration)
     (last,) = {each.reader for each in compared if each.reader}
@@ -456,13 +458,13 @@ def test_what_fewer_bits_round_away_stays_whole(tmp_path: Path) -> None:
     assert set(store_narrow(model, plan, calibration).narrow.bits) == {"mixed"}
 
 
-def test_without_held_out_samples_nothing_changes(tmp_path: Path) -> None:
-    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+def test_without_held_out_samples_nothing_changes(plain: Planned) -> None:
+    model, calibration, plan = plain
     assert store_narrow(model, plan, msgspec.structs.replace(calibration, statistics="")) == plan
 
 
-def test_a_plan_may_narrow_only_what_float_nodes_alone_read(tmp_path: Path) -> None:
-    model, calibration, plan = planned(tmp_path, PLAIN, {"dft": _DFT})
+def test_a_plan_may_narrow_only_what_float_nodes_alone_read(plain: Planned) -> None:
+    model, calibration, plan = plain
     target = load_target("nnapi")
     require_plan(msgspec.structs.replace(plan, narrow=NarrowConstants(bits={"dft": 8})), model, calibration, target)
     wrong = msgspec.structs.replace(plan, narrow=NarrowConstants(bits={"w1": 8}))
