@@ -396,6 +396,12 @@ QUANTIZED_WRONG = {
         a = Add(d, e) u = QuantizeLinear(a, t, n) v = DequantizeLinear(u, t, n) y = Softmax<axis=-1>(v) }}""",
     "cast-by-floor": """(float[1,64] x) => (float[1,64] y) <float s = {0.0314}, uint8 z = {128}>
         { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) c = Cast<to=7>(d) y = Cast<to=1>(c) }""",
+    # The windows of a row differ, as what comes back is in another order.
+    "part-pool": f"""(float[1,8,32,32] x) => (float[1,8,4,4] y) <float[32] k = {{{",".join(["1"] * 8 + ["0.1"] * 24)}}},
+        float s = {{0.0314}}, uint8 z = {{128}}>
+        {{ a = Mul(x, k) q = QuantizeLinear(a, s, z) d = DequantizeLinear(q, s, z)
+        m = MaxPool<kernel_shape=[8,8], strides=[8,8]>(d)
+        u = QuantizeLinear(m, s, z) y = DequantizeLinear(u, s, z) }}""",
     "leaky-to-max": """(float[1,4,4,6,8] x) => (float[1,8,4,6,8] y) <float s = {0.0314}, uint8 z = {128},
         float t = {0.016}, uint8 u = {3}, float v = {0.0317}, uint8 w = {126}>
         { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) l = LeakyRelu(d) a = QuantizeLinear(l, t, u)

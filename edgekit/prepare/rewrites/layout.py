@@ -396,6 +396,24 @@ def floor_pool(writer: Writer) -> None:
     writer.add(node.op_type, node.input, **{**kept, "pads": [*begin.tolist(), *needed.tolist()]})
 
 
+@node_rewrite("part-pool", {"MaxPool"}, since=10)
+def part_pool(writer: Writer) -> None:
+    """Writes a quantized MaxPool of 8 x 8 that moves by as much as one of 2 x 2 and one of 4 x 4, for QNN.
+
+    With four channels and more the HTP's kernel for 8 bits is wrong, and that for 16 may end the program
+    (targets/qnn/NOTES.md). The maximum of maxima is the same.
+    """
+    node, read = writer.node, known(writer.graph.producers.get(writer.x))
+    need(read.op_type == "DequantizeLinear" and read.has_input(2) and not any(node.output[1:]))
+    need(node.entries("kernel_shape") == node.entries("strides") == (8, 8) and not any(node.entries("pads") or ()))
+    need({*(node.entries("dilations") or (1,))} == {1} and not node.integer("ceil_mode", 0))
+    need(node.attributes.get("auto_pad", "NOTSET") in {"NOTSET", "VALID"})
+    pairs = writer.add("MaxPool", [writer.x], "pairs", kernel_shape=[2, 2], strides=[2, 2])
+    rounded = writer.add("QuantizeLinear", [pairs, *read.input[1:3]], "rounded", domain=read.domain)
+    again = writer.add("DequantizeLinear", [rounded, *read.input[1:3]], "again", domain=read.domain)
+    writer.add("MaxPool", [again], kernel_shape=[4, 4], strides=[4, 4])
+
+
 def _round_up(windows: Windows, spatial: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[tuple[int, ...], Array]:
     """Returns how many windows a `ceil_mode` makes along each axis, and the pads at the end that these need."""
     stride, dilation, begin, end, _ = windows
