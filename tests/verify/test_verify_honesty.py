@@ -17,6 +17,7 @@ from edgekit.verify.metrics.fidelity import (
     find_distance,
     find_permutation,
     find_replay,
+    find_swapped,
     find_unfaithful,
 )
 from edgekit.verify.own_model import find_equal_outputs, find_half_values
@@ -169,6 +170,18 @@ def test_an_output_must_come_from_its_own_sample_and_element(own: Array, got: Ar
     found = describe_origin(make_sides(own, got))
     assert found is None if words is None else words in str(found)
     assert describe_origin(make_sides(own, own + noise)) is None
+
+
+def test_elements_a_step_of_a_coarse_grid_away_are_in_no_other_order() -> None:
+    """Nearly still values of a codec's output have two levels, and a device rounds some to the other one."""
+    for seed in range(1, 5):
+        rng = np.random.default_rng(seed)
+        level = rng.integers(0, 2, 200).astype(np.float64)
+        own = level + np.where(rng.random((16, 200)) < 0.2, 1.0, 0.0)
+        got = own.copy()
+        got[:, np.flatnonzero(level == 0)[:9]] += 1
+        got[:, np.flatnonzero(level == 1)[:9]] -= 1
+        assert find_swapped(own, got) is None
 
 
 def test_outputs_are_far_if_they_lie_beyond_what_quantization_moved() -> None:

@@ -96,8 +96,7 @@ def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
     if energy_of(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():
         # Two samples may saturate to the same values, and a grid may be too coarse to show what varies: then equal
         # values lie within a step or two of the own model's outputs.
-        gaps = np.diff(np.unique(own))
-        step = float(gaps[gaps > _SAME * float(np.abs(own).max())].min(initial=math.inf))
+        step = _find_step(own)
         is_beyond = not math.isfinite(step) or float(np.abs(got - own).max()) > 2.0 * step
         return "is the same for every sample" if len(own) > 2 and is_beyond else None
     words = find_leak(own, got) or find_permutation(own, got)
@@ -105,6 +104,12 @@ def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
         words = find_swapped(own, got) or find_stuck(own, got)
     # If the figures are bad, an honest model whose outputs are mostly noise may correlate as little as a false device.
     return words if words or error * _CLOSER >= signal else find_independence(own, got, signal)
+
+
+def _find_step(own: Floats) -> float:
+    """Returns the least difference between values, that of neighbours on a grid of integers; infinity without one."""
+    gaps = np.diff(np.unique(own))
+    return float(gaps[gaps > _SAME * float(np.abs(own).max())].min(initial=math.inf))
 
 
 def find_distance(sides: Sides) -> str | None:
@@ -202,8 +207,10 @@ def find_swapped(own: Floats, got: Floats) -> str | None:
     """Returns the words for elements, such as classes, that came back in another order in every sample, else None.
 
     As `find_permutation`, for elements instead of samples. The chance of a match is raised to half the number of
-    samples that carry the difference (participation ratio), and is multiplied by the number of pairs of elements.
+    samples that carry the difference (participation ratio), and is multiplied by the number of pairs of elements. On a
+    coarse grid elements coincide, so that one that is a step or two away from its own may meet another: it stays.
     """
+    got = np.where(np.abs(got - own).max(axis=0) > 2.0 * _find_step(own), got, own)
     ours, error = own.T, np.square(got - own).sum(axis=0)
 
     def weigh(index: int, distances: Floats) -> float:
