@@ -135,6 +135,31 @@ def test_infinity_that_a_constant_puts_in_stays_float_and_refuses_nothing(tmp_pa
             assert all(np.isfinite(found[key]).all() for key in ("y", "z"))
 
 
+CUBE = "s = Mul(h, h) c = Mul(s, b) d = Mul(c, h) e = Add(h, d) f = Mul(e, a)"
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        (f"{CUBE} t = Tanh(f) u = Add(t, one) v = Mul(h, u) z = Mul(v, half)", 9),
+        (f"{CUBE} t = Tanh(f) u = Add(t, one) g = Mul(h, half) z = Mul(g, u)", 9),
+        ("s = Pow(h, three) c = Mul(s, b) e = Add(c, h) f = Mul(e, a) t = Tanh(f) u = Add(one, t) z = Mul(h, u)", 7),
+        # What follows the Gelu is none of it: here another branch.
+        (f"{CUBE} t = Tanh(f) u = Add(t, one) v = Mul(h, u) z = Mul(v, k)", 8),
+        ("m = Mul(h, a) n = Add(m, one) z = Tanh(n)", 0),
+    ],
+)
+def test_the_parts_of_a_gelu_with_tanh_need_more_than_8_bits(body: str, count: int, tmp_path: Path) -> None:
+    text = f"""g (float[1,4] x) => (float[1,4] y)
+      <float a = {{0.8}}, float b = {{0.04}}, float one = {{1}}, float half = {{0.5}}, float three = {{3}}> {{
+      m0 = MatMul(x, w) h = Add(m0, r) k = Mul(x, b) {body} y = MatMul(z, w) }}"""
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (4, 4), "r": (4,)}))
+    found = find_high_precision_regions(graph)
+    assert len(found) == count
+    assert {node.op_type for node in graph.nodes if node.name in found} <= {"Add", "Mul", "Pow", "Tanh"}
+    assert graph.producers["h"].name not in found
+
+
 def test_many_normalisations_cost_no_walk_to_the_inputs_each(tmp_path: Path) -> None:
     layers = "\n".join(
         f"m{at} = MatMul(y{at}, w) s{at} = Mul(m{at}, m{at}) r{at} = ReduceMean<axes=[1]>(s{at})"

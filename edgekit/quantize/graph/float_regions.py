@@ -34,6 +34,7 @@ def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
 # Operators that compute a mean or a sum of squares.
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
+_POLYNOMIAL = frozenset({"Add", "Div", "Mul", "Pow"})
 # Exporters write a normalisation as about ten nodes. This bounds a walk; chosen by hand.
 _MOST_NODES = 24
 # Operators that rank positions, before the numbers of the best ones are gathered into a list.
@@ -167,14 +168,43 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     """Returns the nodes, by name, that need 16 bits or float, each with the reason.
 
     They are the nodes of normalisations, whose square root and quotient amplify rounding errors of the variance: the
-    square, the reduction, the root, and the quotient or product with the normalised tensor.
+    square, the reduction, the root, and the quotient or product with the normalised tensor. And the parts of a Gelu
+    with Tanh, whose cube of x spans three times the decades of x.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
+        if node.op_type == "Tanh":
+            for member in _tanh_gelu(graph, node):
+                reasons.setdefault(member.name, f"it belongs to the Gelu around '{node.name}'")
         if node.op_type == "Sqrt" and node.output and graph.is_float(node.output[0]):
             for member in _normalisation(graph, node):
                 reasons.setdefault(member.name, f"it belongs to the normalisation around '{node.name}'")
     return reasons
+
+
+def _tanh_gelu(graph: Graph, bend: Node) -> list[Node]:
+    """Returns the nodes of x / 2 * (1 + Tanh(a * (x + b * x^3))) around its Tanh; [] if it belongs elsewhere."""
+    source = ""
+
+    def before(node: Node) -> Iterator[Node]:
+        makers = (maker for maker in _producers(graph, node) if source not in maker.output)
+        return (maker for maker in makers if maker.op_type in _POLYNOMIAL)
+
+    powers = (node for node in _walk(bend, before) if node.op_type == "Pow" or _is_own_square(node))
+    source = next((node.input[0] for node in powers), "")
+    found = [bend, *_walk(bend, before)] if source else []
+    # 1 + Tanh, and the product with x and a half, in any order.
+    last = bend
+    for _ in range(3 if source else 0):
+        readers = graph.readers(last.output[0])
+        others = [maker for node in readers for maker in _producers(graph, node) if maker is not last]
+        made = [maker for maker in others if source not in maker.output]
+        is_part = len(readers) == 1 and all(node.op_type in _POLYNOMIAL for node in (*readers, *made))
+        if not is_part or not all(source in maker.input for maker in made):
+            break
+        last = readers[0]
+        found += [*made, last]
+    return found
 
 
 def _normalisation(graph: Graph, root: Node) -> list[Node]:
