@@ -317,6 +317,17 @@ def split_elu(writer: Writer) -> None:
     _write_elu(writer, curve)
 
 
+@node_rewrite("log-sigmoid-to-softplus", {"Log"}, floats=True)
+def write_log_sigmoid_as_softplus(writer: Writer) -> None:
+    """Rewrites Log(Sigmoid(x)), PyTorch's LogSigmoid, to -Softplus(-x). The last bits may differ (1e-6 relative).
+
+    Core ML has no Log, and in half precision a sigmoid of less than -17 is 0.
+    """
+    sigmoid, minus = known(made_by(writer.graph, writer.x, "Sigmoid")), writer.constant("minus", -1)
+    turned = writer.add("Mul", [sigmoid.input[0], minus], "turned")
+    writer.add("Mul", [writer.add("Softplus", [turned], "softplus"), minus])
+
+
 @node_rewrite("split-swish", {"Swish", "QuickGelu"}, floats=True)
 def split_swish(writer: Writer) -> None:
     """Rewrites ONNX's Swish, or ONNX Runtime's QuickGelu, to x * Sigmoid(alpha * x). 1e-6 relative."""

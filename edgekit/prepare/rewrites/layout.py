@@ -86,16 +86,19 @@ def flatten_expand(writer: Writer) -> None:
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 
 
-_SUMMING = frozenset({"Add", "Div", "Mul", "Sub"})
+# Sums and products, and curves that QNN computes along at most four axes.
+_ELEMENTWISE = frozenset(
+    {"Add", "Div", "Elu", "Floor", "HardSwish", "Mul", "Neg", "Selu", "Softplus", "Sqrt", "Sub", "Tanh"}
+)
 # Before, a Softmax is that of all axes from its own to the last.
 _SOFTMAX_SINCE = 13
 _REDUCING = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "Softmax"})
 _Run = tuple[int, ...]
 
 
-@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"} | _SUMMING | _REDUCING)
+@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"} | _ELEMENTWISE | _REDUCING)
 def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Rewrites Gather, Slice, Split, Transpose, sums and products of five or more axes to ones of fewer.
+    """Rewrites Gather, Slice, Split, Transpose, sums and curves of five or more axes to ones of fewer.
 
     They lie between Reshapes then. A Gather, Slice or Split of one axis needs three. In a Transpose, axes of size 1 are
     left out, and neighbours that stay neighbours are one: one image is cut into windows with four or five axes in place
@@ -118,7 +121,7 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
         return ()
     cut = replace_nodes(graph, opset, {"Gather", "Slice", "Split"}, _cut_three_axes, floats=True)
     turned = replace_nodes(graph, opset, {"Transpose"}, _turn_fewer_axes, floats=True)
-    summed = replace_nodes(graph, opset, _SUMMING, _sum_fewer_axes, floats=True)
+    summed = replace_nodes(graph, opset, _ELEMENTWISE, _sum_fewer_axes, floats=True)
     reduced = replace_nodes(graph, opset, _REDUCING, _reduce_fewer_axes, floats=True)
     if changed := (*cut, *turned, *summed, *reduced):
         replace_nodes(graph, opset, _VIEWS, view_at_once)
@@ -210,10 +213,10 @@ def _reduce_fewer_axes(writer: Writer) -> None:
 
 
 def _sum_fewer_axes(writer: Writer) -> None:
-    """Writes a sum or product of five or more axes as one of the runs of axes that are repeated alike."""
+    """Writes a sum, product or curve of five or more axes as one of the runs of axes that are repeated alike."""
     node, made = writer.node, writer.made
     need(len(made) > _MOST_AXES and 0 not in made)
-    operands = [(1,) * (len(made) - len(writer.shape(at))) + writer.shape(at) for at in range(2)]
+    operands = [(1,) * (len(made) - len(shape)) + shape for shape in map(writer.shape, range(len(node.input)))]
     *shapes, result = zip(*_join_axes(*operands, made), strict=True)
     need(len(result) < len(made))
     given = [
@@ -222,7 +225,7 @@ def _sum_fewer_axes(writer: Writer) -> None:
         else writer.reshape(name, f"flat_sizes_{at}", shape, f"flat_{at}")
         for at, (name, shape) in enumerate(zip(node.input, shapes, strict=True))
     ]
-    writer.reshape(writer.add(node.op_type, given, "flat"), "sizes", made)
+    writer.reshape(writer.add(node.op_type, given, "flat", **node.attributes), "sizes", made)
 
 
 def _join_axes(*shapes: Sequence[int]) -> list[tuple[int, ...]]:
