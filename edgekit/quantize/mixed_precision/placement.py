@@ -22,6 +22,8 @@ STOPPING = "in integers the target would make no session"
 # Keeping one node in float may leave another one out, or stop the session at it. Each attempt writes and checks the
 # model once: 1.5 s for YOLOv8n, which needs five.
 _MAX_ATTEMPTS = 12
+# So many attempts in a row may gain nothing: a region that grows further mostly ends at layers with weights. A choice.
+_PATIENCE = 3
 
 
 def keep_taken(search: plan_search.Search, plan: QuantPlan, searched: plan_search.Searched | None) -> QuantPlan:
@@ -40,15 +42,15 @@ def keep_taken(search: plan_search.Search, plan: QuantPlan, searched: plan_searc
         written = plan_search.write_chosen(search, changed, searched, search.work / "placed.onnx")
         return plan_search.check_trial(search, written.model)
 
-    kept, best, idle = dict[str, str](), dict[str, str](), set[str]()
+    kept, best, useless, last_gain = dict[str, str](), dict[str, str](), set[str](), -1
     check, in_float = check_kept({}), set[str]()
     reached = _rank(check)
     layers, floats = {layer.node for layer in read_layers(search.graph)}, {node.name for node in plan.float_nodes}
-    for _ in range(_MAX_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         left = {node.name for node in check.node_list if not node.taken}
         if check.is_refused:
             wanted, spared, reason = find_stopping(check)[0], floats, STOPPING
-        elif left:
+        elif left and attempt - last_gain <= _PATIENCE:
             if not in_float:
                 whole = check_model(search.model, search.target, advises=False)
                 in_float = {node.name for node in whole.node_list if node.taken}
@@ -61,9 +63,10 @@ def keep_taken(search: plan_search.Search, plan: QuantPlan, searched: plan_searc
         kept |= dict.fromkeys(added, reason)
         check = check_kept(kept)
         if _rank(check) < reached:
-            best, reached, idle = dict(kept), _rank(check), {node.name for node in check.node_list if not node.taken}
+            best, reached, last_gain = dict(kept), _rank(check), attempt
+            useless = {node.name for node in check.node_list if not node.taken}
     # What the target leaves out in float too may as well stay in integers.
-    useful = {name: reason for name, reason in best.items() if name not in idle}
+    useful = {name: reason for name, reason in best.items() if name not in useless}
     if useful != best and _rank(check_kept(useful)) <= reached:
         best = useful
     return _keep_float(search.graph, plan, best)
