@@ -1,5 +1,6 @@
 """Nodes that a target takes in float only stay float, with the neighbours that would break them up."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.placement import FLOAT_ONLY, widen_region
-from edgekit.quantize.mixed_precision.plan_search import Searched
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched
 from edgekit.quantize.plan import QuantPlan
 from edgekit.target import load_target
 
@@ -30,6 +31,14 @@ CONSTANTS = {"w1": UNEQUAL.astype(np.float32)}
 def search(folder: Path, text: str, target: str) -> tuple[Model, Searched]:
     model = make_model(text, folder / "net.onnx", WEIGHTS, CONSTANTS)
     return model, find_searched(folder, model, list(random_samples(model, 24)), load_target(target))
+
+
+def begin(folder: Path, text: str, measure: Callable[[Model], Prediction]) -> Search:
+    """A search for NNAPI of which `measure` says what each plan loses."""
+    weights = WEIGHTS | {"w4": (8, 8, 3, 3), "w5": (8, 8, 1, 1)}
+    model = make_model(text, folder / "net.onnx", weights, CONSTANTS)
+    calibration = calibrate_model(model, random_samples(model, 24), work=folder / "work")
+    return make_search((model, calibration), measure, load_target("nnapi"), folder)
 
 
 def list_kept(plan: QuantPlan) -> list[str]:
@@ -59,6 +68,9 @@ def test_layers_with_weights_do_not_leave_integers_for_it(tmp_path: Path) -> Non
     assert widen_region(graph, {"n1_Gather"}, set(), {"n1_Gather"}) == {"n0_Conv"}
     assert widen_region(graph, {"n1_Gather"}, set(), {"n0_Conv", "n1_Gather"}) == {"n2_Conv"}
     assert widen_region(graph, {"n1_Gather"}, set(), every) == set()
+    # What the target leaves out comes first, then what makes an input, and the region grows past known nodes.
+    assert widen_region(graph, {"n1_Gather"}, {"n0_Conv"}, {"n1_Gather"}) == {"n0_Conv"}
+    assert widen_region(graph, {"n2_Conv"}, set(), {"n1_Gather", "n2_Conv"}) == {"n0_Conv"}
 
 
 @pytest.mark.parametrize(("drop", "is_kept"), [(0.0005, True), (0.004, False)])
@@ -67,9 +79,7 @@ def test_nodes_are_kept_float_unless_that_loses_more(tmp_path: Path, drop: float
         lost = drop if "takes it" in quantized.path.stem else 0.0005
         return predicted(lost, sqnr_db=25.0)
 
-    model = make_model(SPLIT, tmp_path / "net.onnx", WEIGHTS, CONSTANTS)
-    calibration = calibrate_model(model, random_samples(model, 24), work=tmp_path / "work")
-    search = make_search((model, calibration), measure, load_target("nnapi"), tmp_path)
+    search = begin(tmp_path, SPLIT, measure)
     assert bool(list_kept(find_plan(search, max_drop=None, narrow=False)[0])) == is_kept
 
 
@@ -78,6 +88,28 @@ def test_what_is_left_out_in_float_too_stays_in_integers(tmp_path: Path) -> None
     text = SPLIT.replace("Gather<axis=1>(r1, few)", "MaxPool<kernel_shape=[2,2]>(r1)")
     _, searched = search(tmp_path, text, "nnapi")
     assert list_kept(searched.chosen.plan) == ["GlobalAveragePool"]
+
+
+def test_more_work_on_the_target_counts_more_than_fewer_partitions(tmp_path: Path) -> None:
+    """NNAPI takes products of two activations in float only."""
+    text = """net (float[1,3,8,8] x) => (float[1,8,8] y) <int64[3] flat = {1, 8, 64}> {
+      c1 = Conv<pads=[1,1,1,1]>(x, w1, b1)  r1 = Relu(c1)  f = Reshape(r1, flat)  t = Transpose<perm=[0,2,1]>(f)
+      y = MatMul(f, t) }"""
+    _, searched = search(tmp_path, text, "nnapi")
+    assert "MatMul" in list_kept(searched.chosen.plan)
+    assert searched.chosen.taken_macs == 1 > searched.trials[0].taken_macs
+
+
+def test_a_region_that_gains_nothing_is_given_up_soon(tmp_path: Path) -> None:
+    layers = " ".join(f"d{i} = Conv<pads=[1,1,1,1]>(e{i}, w4) e{i + 1} = Relu(d{i})" for i in range(8))
+    text = f"""net (float[1,3,8,8] x) => (float[1,8,7,7] y) {{
+      c1 = Conv<pads=[1,1,1,1]>(x, w1, b1)  r1 = Relu(c1)  e0 = MaxPool<kernel_shape=[2,2]>(r1)
+      {layers} y = Conv(e8, w5) }}"""
+    search = begin(tmp_path, text, lambda _: predicted(0.0, sqnr_db=50.0))
+    plan, _ = find_plan(search, max_drop=None, narrow=False)
+    assert list_kept(plan) == []
+    # The plan itself, and two of the three regions around the MaxPool: one is the same file.
+    assert len(search.checks) == 3
 
 
 def test_a_plan_of_which_the_target_takes_all_is_left_as_it_is(tmp_path: Path) -> None:

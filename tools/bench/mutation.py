@@ -59,6 +59,7 @@ TESTS = {
     "quantize/mixed_precision/auto.py": "choose equalize default_mode",
     "quantize/mixed_precision/candidates.py": "relief choose",
     "quantize/mixed_precision/relief.py": "relief compared_tensors choose default_mode",
+    "quantize/mixed_precision/placement.py": "placement",
     "quantize/ranges.py": "ranges qdq families",
     "quantize/equalization/equalize.py": "equalize outside",
     "quantize/gptq.py": "gptq four_bits weight_only",
