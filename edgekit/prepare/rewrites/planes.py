@@ -154,14 +154,17 @@ def transposed_to_subpixel(writer: Writer) -> None:
     given = node.attributes
     strides = node.entries("strides") or (1,)
     step = strides[0]
-    need(len(size) == len(weight.dims) == max(_RANKS) and step > 1 and set(strides) == {step} and len(strides) == _AXES)
+    need(len(size) == len(weight.dims) == len(made) == max(_RANKS))
+    need(step > 1 and set(strides) == {step} and len(strides) == _AXES)
     need({*(node.entries("dilations") or (1,)), node.integer("group", 1)} == {1})
     need("output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
     need(not graph.is_external(node.input[1]) and 0 not in (*size, *made))
     inputs, outputs, *kernel = weight.dims
     taps = [-(-each // step) for each in kernel]
     # The blocks that are needed: the first, and the one behind the last.
-    begin = (node.entries("pads") or (0,) * 2 * _AXES)[:_AXES]
+    pads = node.entries("pads") or (0,) * 2 * _AXES
+    need(len(pads) == 2 * _AXES)
+    begin = pads[:_AXES]
     first = [each // step for each in begin]
     behind = [-(-(each + length) // step) for each, length in zip(begin, made[2:], strict=True)]
     before = [count - 1 - each for count, each in zip(taps, first, strict=True)]

@@ -349,6 +349,7 @@ def _find_turns(length: int, given: tuple[int, ...], made: tuple[int, ...], *, i
     With `halves` an inverse adds to each number of half a spectrum its conjugate, which leaves the real part.
     """
     (count, parts), (most, kinds) = given, made
+    need(1 <= parts <= 2 and 1 <= kinds <= 2)
     angles = np.outer(np.arange(count), np.arange(most)) % length * (2 * np.pi / length)
     turns = np.exp(1j * angles) / length if inverse else np.exp(-1j * angles)
     if inverse and halves:
