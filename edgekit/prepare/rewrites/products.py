@@ -261,7 +261,7 @@ def sum_to_mean(writer: Writer) -> None:
     """Rewrites a ReduceSum to the mean, times the number of elements that each result sums up."""
     node, before, after = writer.node, writer.shape(), writer.made
     axes = reduced_axes(writer.graph, node)
-    need(0 not in before and (axes is not None or not node.has_input(1)))
+    need(0 not in (*before, *after) and (axes is not None or not node.has_input(1)))
     count = math.prod(before) // math.prod(after)
     # A factor that is no finite float16, or a node that sums nothing up.
     need(1 != count <= MAX_HALF)
@@ -319,7 +319,8 @@ def dft_to_matmul(writer: Writer) -> None:
     axis = writer.number(2) if node.has_input(2) else node.integer("axis", -2 if writer.opset >= _DFT_AXIS_SINCE else 1)
     halves, inverse = node.integer("onesided", 0), node.integer("inverse", 0)
     length = int(writer.number(1)) if node.has_input(1) else shape[-2]
-    need(len(shape) > 2 and axis % len(shape) == len(shape) - 2 and 0 not in shape and shape[-2] <= length)
+    need(len(shape) == len(made) > 2 and axis % len(shape) == len(shape) - 2)
+    need(0 not in shape and shape[-2] <= length)
     # Of half a spectrum the length is not known otherwise.
     need(not (halves and inverse) or (node.has_input(1) and shape[-2] == length // 2 + 1))
     need(math.prod(shape[-2:]) * math.prod(made[-2:]) <= _MOST_TURNS)
@@ -334,7 +335,7 @@ def stft_to_conv(writer: Writer) -> None:
     node, shape, made = writer.node, writer.shape(), writer.made
     step, window = int(writer.number(1)), writer.array(2) if node.has_input(2) else None
     length = int(writer.number(3)) if node.has_input(3) else len(known(window))
-    need(shape[2:] in {(), (1,)} and step > 0 and length * math.prod(made[-2:]) <= _MOST_TURNS)
+    need(shape[2:] in {(), (1,)} and len(made) == 4 and step > 0 and length * math.prod(made[-2:]) <= _MOST_TURNS)
     turns = _find_turns(length, (length, 1), made[-2:], inverse=False, halves=False)
     kernels = (turns if window is None else turns * window[:, None]).T[:, None, None]
     # A plane of one row, since NNAPI has no Conv of lines.
