@@ -1,5 +1,7 @@
 """Turns convolutions of lines, [N, C, L], into those of planes, [N, C, 1, L], and transposed ones into plain ones."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import onnx
 
@@ -7,6 +9,7 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import known, need
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, reshape_tensor, rewrite
 from edgekit.model.model import find_reads, refill
+from edgekit.model.tensors import Array
 
 # The shapes of Reshapes to [N, C, 1, L] and back; 0 keeps a dimension, -1 is the rest.
 _PLANE, _LINE = (0, 0, 1, -1), (0, 0, -1)
@@ -132,14 +135,20 @@ def transposed_to_conv(writer: Writer) -> None:
     given["pads"] = [most - pad for most, pad in zip(reach * 2, node.entries("pads") or (0,) * 2 * count, strict=False)]
     # A file that is only checked may have any number of groups.
     need(min(given["pads"]) >= 0 and group >= 1 and inputs % group == 0)
-    dims, values = (outputs * group, inputs // group, *kernel), graph.inline(node.input[1])
-    if values is None:
-        # The model was loaded without its weights, for a check, which needs the shape only.
-        mirrored = writer.reshaped("mirrored", node.input[1], dims)
-    else:
+    dims = (outputs * group, inputs // group, *kernel)
+
+    def mirror(values: Array) -> Array:
         parts = values.reshape(group, -1, outputs, *kernel).swapaxes(1, 2).reshape(dims)
-        mirrored = writer.constant("mirrored", np.flip(parts, tuple(range(2, count + 2))))
-    writer.add("Conv", [node.input[0], mirrored, *node.input[2:]], **given)
+        return np.flip(parts, tuple(range(2, count + 2)))
+
+    writer.add("Conv", [node.input[0], _write_kernel(writer, "mirrored", dims, mirror), *node.input[2:]], **given)
+
+
+def _write_kernel(writer: Writer, part: str, dims: Sequence[int], make: Callable[[Array], Array]) -> str:
+    """Writes what `make` makes of the node's weight; in a model that a check loaded without weights only its shape."""
+    weight = writer.node.input[1]
+    values = writer.graph.inline(weight)
+    return writer.reshaped(part, weight, dims) if values is None else writer.constant(part, make(values))
 
 
 @node_rewrite("transposed-to-subpixel", {"ConvTranspose"}, since=11, floats=True)
@@ -170,15 +179,15 @@ def transposed_to_subpixel(writer: Writer) -> None:
     before = [count - 1 - each for count, each in zip(taps, first, strict=True)]
     after = [each - length for each, length in zip(behind, size[2:], strict=True)]
     need(min(before) >= 0 and all(0 <= each < count for each, count in zip(after, taps, strict=True)))
-    dims, values = (step * step * outputs, inputs, *taps), graph.inline(node.input[1])
-    if values is None:
-        # The model was loaded without its weights, for a check, which needs the shape only.
-        taken = [writer.reshaped("taps", node.input[1], dims)]
-    else:
+    dims = (step * step * outputs, inputs, *taps)
+
+    def split(values: Array) -> Array:
         whole = np.zeros((inputs, outputs, *(count * step for count in taps)), values.dtype)
         whole[:, :, : kernel[0], : kernel[1]] = values
         parts = whole.reshape(inputs, outputs, taps[0], step, taps[1], step).transpose(3, 5, 1, 0, 2, 4)
-        taken = [writer.constant("taps", np.flip(parts, (4, 5)).reshape(dims))]
+        return np.flip(parts, (4, 5)).reshape(dims)
+
+    taken = [_write_kernel(writer, "taps", dims, split)]
     if node.has_input(2):
         taken.append(writer.constant("biases", np.tile(known(graph.inline(node.input[2])), step * step)))
     blocks = writer.add("Conv", [writer.x, *taken], "blocks", pads=[*before, *after])

@@ -184,15 +184,19 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
 
 def _tanh_gelu(graph: Graph, bend: Node) -> list[Node]:
     """Returns the nodes of x / 2 * (1 + Tanh(a * (x + b * x^3))) around its Tanh; [] if it belongs elsewhere."""
-    source = ""
 
-    def before(node: Node) -> Iterator[Node]:
-        makers = (maker for maker in _producers(graph, node) if source not in maker.output)
-        return (maker for maker in makers if maker.op_type in _POLYNOMIAL)
+    def walk_back(stop: str) -> list[Node]:
+        """Returns the nodes of the polynomial in the tensor `stop`, back from the Tanh."""
 
-    powers = (node for node in _walk(bend, before) if node.op_type == "Pow" or _is_own_square(node))
+        def before(node: Node) -> Iterator[Node]:
+            makers = (maker for maker in _producers(graph, node) if stop not in maker.output)
+            return (maker for maker in makers if maker.op_type in _POLYNOMIAL)
+
+        return _walk(bend, before)
+
+    powers = (node for node in walk_back("") if node.op_type == "Pow" or _is_own_square(node))
     source = next((node.input[0] for node in powers), "")
-    found = [bend, *_walk(bend, before)] if source else []
+    found = [bend, *walk_back(source)] if source else []
     # 1 + Tanh, and the product with x and a half, in any order.
     last = bend
     for _ in range(3 if source else 0):
