@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from quantize_models import find_searched, make_model, make_search, predicted, random_samples
@@ -10,12 +11,14 @@ from quantize_models import find_searched, make_model, make_search, predicted, r
 from edgekit.check.check import check_model
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
+from edgekit.progress import Budget
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import find_plan
-from edgekit.quantize.mixed_precision.placement import FLOAT_ONLY, widen_region
+from edgekit.quantize.mixed_precision.placement import FLOAT_ONLY, PLACEMENT, keep_taken, widen_region
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched
-from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.target import load_target
 
 # NNAPI takes GlobalAveragePool and Gather in float only.
@@ -110,6 +113,15 @@ def test_a_region_that_gains_nothing_is_given_up_soon(tmp_path: Path) -> None:
     assert list_kept(plan) == []
     # The plan itself, and two of the three regions around the MaxPool: one is the same file.
     assert len(search.checks) == 3
+
+
+def test_no_node_is_tried_after_the_time_is_over(tmp_path: Path) -> None:
+    search = begin(tmp_path, SPLIT, lambda _: predicted(0.0, sqnr_db=50.0))
+    plan = draft_plan(search.model, search.graph, search.calibration, search.target, search.precision)
+    assert list_kept(keep_taken(search, plan, None))
+    late = msgspec.structs.replace(search, memo=Memo(budget=Budget(end=0.0)))
+    assert keep_taken(late, plan, None) == plan
+    assert late.memo.budget.left_out == [PLACEMENT]
 
 
 def test_a_plan_of_which_the_target_takes_all_is_left_as_it_is(tmp_path: Path) -> None:

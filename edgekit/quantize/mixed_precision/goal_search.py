@@ -15,7 +15,7 @@ from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
-from edgekit.quantize.mixed_precision.placement import keep_taken
+from edgekit.quantize.mixed_precision.placement import PLACEMENT, keep_taken
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan
@@ -23,7 +23,6 @@ from edgekit.quantize.ranges import TensorRange
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
-_PLACEMENT = "nodes that the target takes in float only"
 # How many tensors leave 8 bits for the advice, and the advice if no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
@@ -54,7 +53,7 @@ def find_plan(
         _keep_taken(choice)
         plan, searched = choice.chosen.plan, choice.found
     else:
-        plan = search.memo.budget.attempt(_PLACEMENT, partial(keep_taken, search, plan, searched)) or plan
+        plan = search.memo.budget.attempt(PLACEMENT, partial(keep_taken, search, plan, searched)) or plan
     if not narrow:
         return plan, searched
     reached = None if searched is None else searched.chosen.prediction.sqnr_db
@@ -228,11 +227,11 @@ def _keep_taken(choice: _Choice) -> None:
     That must lose no more, and keep most of the work in integers, unless no session could be made of the chosen plan.
     """
     search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
-    plan = attempt(_PLACEMENT, partial(keep_taken, search, chosen.plan, choice.found))
+    plan = attempt(PLACEMENT, partial(keep_taken, search, chosen.plan, choice.found))
     if plan is None or plan == chosen.plan:
         return
     step = f"{chosen.step}, as the target takes it"
-    trial = attempt(_PLACEMENT, partial(plan_search.measure_plan, search, step, plan))
+    trial = attempt(PLACEMENT, partial(plan_search.measure_plan, search, step, plan))
     if trial is None:
         return
     choice.change(trials=(*choice.found.trials, trial))

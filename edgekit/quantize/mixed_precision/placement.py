@@ -15,6 +15,8 @@ from edgekit.quantize.plan import FloatNode, QuantPlan
 
 _Own = TypeVar("_Own")
 
+PLACEMENT = "nodes that the target takes in float only"
+"""The name of this step in a time budget."""
 FLOAT_ONLY = "the target takes it, or a neighbour, in float only"
 STOPPING = "in integers the target would make no session"
 """Why a node stays float (`FloatNode.reason`)."""
@@ -31,7 +33,7 @@ def keep_taken(search: plan_search.Search, plan: QuantPlan, searched: plan_searc
 
     Example: NNAPI has GlobalAveragePool in float only. Between DQ and Q nodes it is left to the CPU, and so the graph
     is split; between float neighbours it is taken. Layers with weights leave integers only if they stop the session.
-    The plan is the given one if nothing helps.
+    The plan is the given one if nothing helps. When the time is over, only nodes that stop the session are kept float.
 
     Raises:
         EdgekitError: as for `quantize_model`.
@@ -50,7 +52,7 @@ def keep_taken(search: plan_search.Search, plan: QuantPlan, searched: plan_searc
         left = {node.name for node in check.node_list if not node.taken}
         if check.is_refused:
             wanted, spared, reason = find_stopping(check)[0], floats, STOPPING
-        elif left and attempt - last_gain <= _PATIENCE:
+        elif left and attempt - last_gain <= _PATIENCE and search.memo.budget.allows(PLACEMENT):
             if not in_float:
                 whole = check_model(search.model, search.target, advises=False)
                 in_float = {node.name for node in whole.node_list if node.taken}
