@@ -1,6 +1,6 @@
 """Attributes the loss of accuracy to steps: the same samples run through each step from source model to device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -28,10 +28,11 @@ def attribute_loss(
 ) -> VerifyReport:
     """Returns the report with the loss of the best run split over the steps that led to it.
 
-    `models` holds the models that the bundle was made from, under "prepare" and "quantize"; they run here with every
-    optimisation off, on the samples of that run. The bundle's file of ORT format runs on this machine's CPU provider as
-    the step "convert". `known` holds outputs that models gave before; new ones are added. The figures are those of the
-    output that lost most. A report without a measured run is returned unchanged.
+    `models` holds the models that the bundle was made from, under "prepare" and "quantize", in this order; they run
+    here with every optimisation off, on the samples of that run. The bundle's file of ORT format (the one that the run
+    used, else the first) runs on this machine's CPU provider as the step "convert". `known` holds outputs that models
+    gave before; new ones are added. The figures are those of the output that lost most. A report without a measured run
+    is returned unchanged.
     """
     measured_runs = [(run, worst) for run in report.runs if (worst := _worst_output(run)) is not None]
     if not measured_runs:
@@ -41,18 +42,30 @@ def attribute_loss(
     inputs = select_samples(read_inputs(bundle.golden), indices)
     reference = select_samples(read_outputs(bundle.golden), indices)
     classes = read_classes(bundle.golden)
-    steps: list[AttributionStep] = []
-    refusals: list[str] = []
-    for step, session in _open_steps(bundle, run, models, refusals):
+    labels = None if classes is None else [classes[index] for index in indices]
+    steps, notes = list[AttributionStep](), report.notes
+
+    def add(step: Step, session: CpuSession) -> None:
         earlier = (known or {}).get(step)
         # Small outputs are kept in memory, because they are read more than once.
         got = keep_small(map_samples(inputs, session.run if earlier is None else partial(earlier.run, session)))
         found = next(item for item in compare_outputs(reference, got) if item.name == worst.name)
-        labels = None if classes is None else [classes[index] for index in indices]
         steps.append(_describe(step, found, None if labels is None else measure_accuracy(reference, got, labels)))
+
+    for step, model in models.items():
+        add(step, CpuSession(model.path, SessionSettings(level=Level.DISABLED, threads=1)))
+    forms = bundle.manifest.forms.items()
+    if files := {str(form): names[0] for form, names in forms if names[0].endswith(".ort")}:
+        converted = bundle.folder / files.get(run.form, next(iter(files.values())))
+        try:
+            session = CpuSession(converted, SessionSettings(config=dict(bundle.manifest.session_config), threads=1))
+        except RuntimeRefusal as error:
+            reason = error.message.replace(f"{converted.parent}/", "")
+            notes = (*notes, f"the step 'convert' is not part of the attribution: {reason}")
+        else:
+            add("convert", session)
     steps.append(_describe("device" if run.evidence == Evidence.DEVICE else "provider", worst, run.accuracy))
     shared = share_loss(steps, None if run.accuracy is None else run.accuracy.reference)
-    notes = (*report.notes, *refusals)
     return msgspec.structs.replace(report, attribution=shared, attributed_device=run.device, notes=notes)
 
 
@@ -117,31 +130,6 @@ def _worst_output(run: RunReport) -> OutputReport | None:
     judged = [output for output in run.outputs if not output.is_state]
     measured = [(output.sqnr_db, output.name, output) for output in judged if output.sqnr_db is not None]
     return min(measured, key=lambda item: item[:2])[2] if measured else None
-
-
-def _open_steps(
-    bundle: Bundle, run: RunReport, models: Mapping[Step, Model], refusals: list[str]
-) -> Iterator[tuple[Step, CpuSession]]:
-    """Yields the steps that run here, with their sessions; `refusals` gets the reason why the ORT file does not run.
-
-    That file is the one that the run used, else the first of ORT format in the bundle.
-    """
-    steps: tuple[Step, ...] = ("prepare", "quantize")
-    for step in steps:
-        if step in models:
-            yield step, CpuSession(models[step].path, SessionSettings(level=Level.DISABLED, threads=1))
-    names = bundle.manifest.forms
-    files: dict[str, str] = {form: names[form][0] for form in names if names[form][0].endswith(".ort")}
-    if not files:
-        return
-    converted = bundle.folder / files.get(run.form, next(iter(files.values())))
-    try:
-        session = CpuSession(converted, SessionSettings(config=dict(bundle.manifest.session_config), threads=1))
-    except RuntimeRefusal as error:
-        reason = error.message.replace(f"{converted.parent}/", "")
-        refusals.append(f"the step 'convert' is not part of the attribution: {reason}")
-        return
-    yield "convert", session
 
 
 def _describe(step: Step, found: OutputReport, accuracy: Accuracy | None) -> AttributionStep:

@@ -10,7 +10,7 @@ from edgekit.errors import UsageError
 from edgekit.evidence import Evidence, Verdict
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run_report import Cost, RunReport
+from edgekit.verify.run_report import Cost
 
 # The largest integer that SQLite can store.
 _MOST_RUNS = (1 << 63) - 1
@@ -157,13 +157,23 @@ def find_regressions(before: VerifyReport, now: VerifyReport) -> tuple[str, ...]
             continue
         outputs = {output.name: output for output in other.outputs}
         for output in run.outputs:
-            lines += _compare_output(run.device, output, outputs.get(output.name))
-        lines += _compare_run(run, other)
+            lines += _compare_output(f"output '{output.name}' on {run.device}", output, outputs.get(output.name))
+        old, new = run.settled_task, other.settled_task
+        if old is not None and old.got is not None:
+            got = None if new is None or new.name != old.name else new.got
+            low, high = old.interval or (0.0, 0.0)
+            slack = (high - low) / 2
+            if got is None:
+                lines.append(f"metric '{old.name}' on {run.device} was not measured")
+            elif (old.got - got if old.higher_is_better else got - old.got) > slack + 1e-9:
+                lines.append(f"metric '{old.name}' on {run.device} went to {got:.4g} from {old.got:.4g}")
+        taken, left = run.provider_nodes.get(run.provider), other.provider_nodes.get(run.provider, 0)
+        if taken and other.evidence is not Evidence.EMULATED and left < taken:
+            lines.append(f"{run.provider} on {run.device} takes {left} nodes, before {taken}")
     return tuple(lines)
 
 
-def _compare_output(device: str, before: OutputReport, now: OutputReport | None) -> Iterator[str]:
-    name = f"output '{before.name}' on {device}"
+def _compare_output(name: str, before: OutputReport, now: OutputReport | None) -> Iterator[str]:
     if now is None:
         yield f"{name} is gone"
         return
@@ -182,18 +192,3 @@ def _compare_output(device: str, before: OutputReport, now: OutputReport | None)
         if new is None or new < least - 1e-9:
             found = "was not measured" if new is None else f"fell to {new:.4g}{unit}"
             yield f"{name}: {label} {found} from {old:.4g}{unit}"
-
-
-def _compare_run(before: RunReport, now: RunReport) -> Iterator[str]:
-    old, new = before.settled_task, now.settled_task
-    if old is not None and old.got is not None:
-        got = None if new is None or new.name != old.name else new.got
-        low, high = old.interval or (0.0, 0.0)
-        slack = (high - low) / 2
-        if got is None:
-            yield f"metric '{old.name}' on {before.device} was not measured"
-        elif (old.got - got if old.higher_is_better else got - old.got) > slack + 1e-9:
-            yield f"metric '{old.name}' on {before.device} went to {got:.4g} from {old.got:.4g}"
-    taken, left = before.provider_nodes.get(before.provider), now.provider_nodes.get(before.provider, 0)
-    if taken and now.evidence is not Evidence.EMULATED and left < taken:
-        yield f"{before.provider} on {before.device} takes {left} nodes, before {taken}"

@@ -92,8 +92,17 @@ def verify_on(
         BundleError: a recorded run is not signed with the key that is asked for.
     """
     known = read_known(bundle)
-    devices = _add_files(bundle, choice, files)
-    report = verify_bundle(bundle, devices, task=task, layers=layers, progress=progress)
+    recorded: list[Device] = [open_recorded(path, bundle.sha256, files.run_key) for path in files.recorded]
+    is_chosen = choice.names or choice.file is not None
+    # If only runs are named, the target's devices do not run.
+    devices = find_devices(bundle, read_target(bundle), choice) if is_chosen or not recorded else []
+    if files.export is not None:
+        if len(devices) != 1 or not is_chosen:
+            raise UsageError("--export writes the run of one device", hint="name it: --on coreml")
+        if files.sign_key is not None:
+            require_private_key(files.sign_key)
+        devices = [Recording(device=devices[0], path=files.export, bundle_sha256=bundle.sha256, key=files.sign_key)]
+    report = verify_bundle(bundle, [*devices, *recorded], task=task, layers=layers, progress=progress)
     ancestry = _describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
     report = keep_attribution(msgspec.structs.replace(report, ancestry=ancestry), known)
     if report.runs:
@@ -196,21 +205,6 @@ def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[D
     """
     planned = [planned.device for planned in bundle.manifest.verification]
     return choose_devices(choice, lambda _: target, default=planned)
-
-
-def _add_files(bundle: Bundle, choice: DeviceChoice, files: RunFiles) -> list[Device]:
-    """Returns the chosen devices and recorded runs; if only runs are named, the target's devices do not run."""
-    recorded: list[Device] = [open_recorded(path, bundle.sha256, files.run_key) for path in files.recorded]
-    is_chosen = choice.names or choice.file is not None
-    devices = find_devices(bundle, read_target(bundle), choice) if is_chosen or not recorded else []
-    if files.export is None:
-        return [*devices, *recorded]
-    if len(devices) != 1 or not is_chosen:
-        raise UsageError("--export writes the run of one device", hint="name it: --on coreml")
-    if files.sign_key is not None:
-        require_private_key(files.sign_key)
-    wrap = Recording(device=devices[0], path=files.export, bundle_sha256=bundle.sha256, key=files.sign_key)
-    return [wrap, *recorded]
 
 
 def _describe_ancestry(bundle: Bundle, inputs: str) -> dict[str, str]:

@@ -49,23 +49,20 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
     Only the first samples are used. An output that cannot be read or measured has no suspect. `is_half` means that the
     target computes in half precision.
     """
-    rows = read_first(_SAMPLES, reference, got)
-    found = {name: next(_list_suspects(rows, name, is_half=is_half), None) for name in names}
-    return {name: suspect for name, suspect in found.items() if suspect is not None}
-
-
-def _list_suspects(rows: Sequence[tuple[Tensors, ...]], name: str, *, is_half: bool) -> Iterator[str]:
-    """Yields the mistakes that explain an output, the likeliest first."""
-    if is_half and _overflows(rows, name):
-        yield _OVERFLOW
-    pairs = _pair(rows, name, name)
-    unchanged = _fit(pairs)
-    shown = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
-    if pairs and (change := describe_pairs(shown)):
-        yield change
-    for other in rows[0][1] if rows else ():
-        if _explains(_fit(_pair(rows, name, other)), unchanged):
-            yield f"came back as '{other}': the outputs are swapped"
+    rows, suspects = read_first(_SAMPLES, reference, got), dict[str, str]()
+    for name in names if rows else ():
+        sides = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
+        pairs = _pair(rows, name, name)
+        unchanged = _fit(pairs)
+        swapped = (other for other in rows[0][1] if _explains(_fit(_pair(rows, name, other)), unchanged))
+        # The likeliest mistake first.
+        if is_half and any(_overflows(*pair) for pair in sides):
+            suspects[name] = _OVERFLOW
+        elif pairs and (change := describe_pairs(sides)):
+            suspects[name] = change
+        elif (other := next(swapped, None)) is not None:
+            suspects[name] = f"came back as '{other}': the outputs are swapped"
+    return suspects
 
 
 def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) -> str | None:
@@ -90,13 +87,12 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
     return None if words is None else f"is what the float model makes of inputs {words}: look at the preprocessing"
 
 
-def _overflows(rows: Sequence[tuple[Tensors, ...]], name: str) -> bool:
+def _overflows(wanted: Array, found: Array) -> bool:
     """Returns True if an output is not finite, or at the limit of half precision, while the reference is neither."""
-    sides = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
-    floats = (pair for pair in sides if all(value.dtype.kind == "f" for value in pair))
-    fits = ([bool((np.abs(value) < HALF_MAX).all()) for value in pair] for pair in floats)
+    if wanted.dtype.kind != "f" or found.dtype.kind != "f":
+        return False
     # NaN compares as not below the limit, so it counts too.
-    return any(wanted and not found for wanted, found in fits)
+    return bool((np.abs(wanted) < HALF_MAX).all()) and not (np.abs(found) < HALF_MAX).all()
 
 
 def _explains(fit: float, unchanged: float) -> bool:

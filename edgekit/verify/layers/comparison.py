@@ -232,6 +232,9 @@ def report_layer(name: str, op: str, tensor: str, errors: Sequence[LayerErrors],
     )
 
 
+_GIVEN = matching.ISOLATED_PREFIX
+
+
 class _Comparison:
     """The float tensors that two models compute, and how far these are apart over the samples that were added."""
 
@@ -265,13 +268,27 @@ class _Comparison:
             self._errors.setdefault(item.tensor, []).append(errors)
 
     def _run(self, sample: Tensors) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-        """Returns the tensors of both models, and what each layer of A and of B alone makes of A's."""
-        a, b = self._models
-        wanted = self._scale(self._traced_a.run(matching.adapt_sample(sample, a)))
-        found = self._traced_b.run(matching.adapt_sample(sample, b))
+        """Returns the tensors of both models, and what each layer of A and of B alone makes of A's, scaled as in B.
+
+        If a layer of B rounds tensors that A does not have, both models read A's values rounded to B's grid, so that
+        this rounding does not count as the layer's error.
+        """
+        given_a, given_b = (matching.adapt_sample(sample, model) for model in self._models)
+        wanted, found = self._scale(self._traced_a.run(given_a)), self._traced_b.run(given_b)
         if self._isolated is None:
             self._isolated = self._open_isolated(wanted, found)
-        return wanted, found, *self._run_isolated(sample, wanted, found, *self._isolated)
+        (of_a, of_b), reference = self._isolated, wanted
+        values = {item.in_a: wanted[item.in_a] for item in self._matched}
+        if of_a is not None:
+            for item in self._matched:
+                value, grid = values[item.in_a], self._moved_grids.get(item.raw_b)
+                values[item.in_a] = value if grid is None else grid.round_values(value).astype(value.dtype)
+            scaled = self._scale(values, -1)
+            feed = {_GIVEN + item.tensor: scaled[item.in_a].astype(wanted[item.in_a].dtype) for item in self._matched}
+            reference = self._scale(of_a.run({**given_a, **feed}))
+        with np.errstate(over="ignore"):
+            feed = {_GIVEN + item.tensor: values[item.in_a].astype(found[item.in_b].dtype) for item in self._matched}
+        return wanted, found, reference, of_b.run({**given_b, **feed})
 
     def explain(self, layer: LayerReport, samples: Samples) -> tuple[str, ...]:
         """Returns the causes of a layer that stands out; only what it needs is computed again, for a few samples."""
@@ -303,47 +320,18 @@ class _Comparison:
         Compared are the tensors that are floats of the same shape on both sides; sequences and maps are split into
         parts. The values are those of one sample.
         """
-
-        def is_comparable(item: matching.MatchedTensor) -> bool:
-            if item.in_a not in wanted or item.in_b not in found:
-                return False
-            a, b = wanted[item.in_a], found[item.in_b]
-            return a.dtype.kind == b.dtype.kind == "f" and a.shape == b.shape and a.size > 0
-
-        self._matched = tuple(filter(is_comparable, self._matched))
-        kept, (a, b), of_a = self._matched, self._models, None
+        known = (item for item in self._matched if item.in_a in wanted and item.in_b in found)
+        sides = ((item, wanted[item.in_a], found[item.in_b]) for item in known)
+        self._matched = kept = tuple(
+            item for item, a, b in sides if a.dtype.kind == b.dtype.kind == "f" and a.shape == b.shape and a.size
+        )
+        (a, b), of_a = self._models, None
         self._regions = grids.find_regions(*self._graphs, kept)
         if any(region.roundings for region in self._regions.values()):
             in_a = {item.in_a: (item.tensor, wanted[item.in_a].dtype) for item in kept}
             of_a = matching.open_part(a, in_a, in_a, {item.tensor for item in kept if item.in_a != item.tensor})
         in_b = {name: (item.tensor, found[item.in_b].dtype) for item in kept for name in item.copies_in_b}
         return of_a, matching.open_part(b, in_b, in_b, {item.raw_b for item in kept if item.in_b != item.raw_b})
-
-    def _run_isolated(
-        self, sample: Tensors, wanted: Tensors, found: Tensors, of_a: CpuSession | None, of_b: CpuSession
-    ) -> tuple[Tensors, Tensors]:
-        """Returns the results of A's and of B's layers when each layer reads A's values, scaled as in B.
-
-        `wanted` and `found` are the values of A and of B. If a layer of B rounds tensors that A does not have (then
-        `of_a` is given), both models read A's values rounded to B's grid, so that this rounding does not count as the
-        layer's error.
-        """
-        values = {item.tensor: wanted[item.in_a] for item in self._matched}
-        reference = wanted
-        if of_a is not None:
-            for item in self._matched:
-                value, grid = values[item.tensor], self._moved_grids.get(item.raw_b)
-                values[item.tensor] = value if grid is None else grid.round_values(value).astype(value.dtype)
-            scaled = self._scale({item.in_a: values[item.tensor] for item in self._matched}, -1)
-            feed = {
-                matching.ISOLATED_PREFIX + item.tensor: scaled[item.in_a].astype(wanted[item.in_a].dtype)
-                for item in self._matched
-            }
-            reference = self._scale(of_a.run({**matching.adapt_sample(sample, self._models[0]), **feed}))
-        with np.errstate(over="ignore"):
-            feed = {matching.ISOLATED_PREFIX + item.tensor: values[item.tensor].astype(found[item.in_b].dtype)
-                    for item in self._matched}  # fmt: skip
-        return reference, of_b.run({**matching.adapt_sample(sample, self._models[1]), **feed})
 
     def _report(self, item: matching.MatchedTensor) -> LayerReport:
         region, errors = self._regions[item.tensor], self._errors[item.tensor]

@@ -8,7 +8,7 @@ pass.
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -189,7 +189,9 @@ def find_device_layer(
     planned = plan_probes(model)
     planned = (*planned, *_plan_outputs(graph, planned))
     specs = _describe_tensors(matching.open_part(model, [probe.tensor for probe in planned]), job.samples)
-    probes = [probe for probe in planned if _is_measurable(probe, specs)]
+    floats = {name for name, (spec, _) in specs.items() if spec.dtype.startswith("float")}
+    filled = {name for name, (_, size_bytes) in specs.items() if size_bytes > 0}
+    probes = [it for it in planned if it.tensor in filled and (it.grid is not None or it.tensor in floats)]
     tensors = {probe.tensor for probe in probes}
 
     def run_probed(
@@ -239,33 +241,32 @@ def find_device_layer(
         return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
     measured = ((it, errors[it.tensor], it.grid.step if it.grid else 0.0) for it in probes if it.tensor in errors)
     layers = tuple(report_layer(it.layer, it.op, it.tensor, error, step) for it, error, step in measured)
-    bad = find_wrong_layer(layers, find_least_db(outputs))
-    located = Located(layer=bad, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=tuple(notes))
+    located = Located(
+        layer=find_wrong_layer(layers, find_least_db(outputs)),
+        runs=runs,
+        cuts=0,
+        layers=layers,
+        found_by="tensors",
+        notes=tuple(notes),
+    )
     if (wrong := located.bad) is None:
         return located
     probe = next(probe for probe in probes if probe.tensor == wrong.tensor)
     copied = [spec for spec in model.inputs if spec.dtype in DTYPES and spec.dtype != "string"]
     sources, run = run_probed([probe], work / "wrong", copied)
-    found = _explain_wrong(
-        wrong, job.samples, run, lambda: _measure_slice(model, [probe], sources, job.samples, run.outputs)
-    )
-    layers = tuple(found if layer is wrong else layer for layer in layers)
-    return msgspec.structs.replace(located, layer=found.name, runs=runs + 1, layers=layers)
-
-
-def _explain_wrong(
-    wrong: LayerReport, samples: Samples, run: DeviceRun, measure: Callable[[], Iterable[_Measured]]
-) -> LayerReport:
-    """Returns a wrong layer with its cause, or the input that is another: then the layer is not to blame."""
     if run.failure is not None:
-        return wrong
+        return msgspec.structs.replace(located, runs=runs + 1)
     copies = map_samples(
         run.outputs, lambda row: {name.removeprefix(_COPY): row[name] for name in row if name.startswith(_COPY)}
     )
-    if (changed := _find_changed(samples, copies)) is not None:
-        return changed
-    change = describe_pairs([pair for *_, pair in measure()])
-    return msgspec.structs.replace(wrong, causes=(f"its result {change}",) if change else ())
+    # If the device got another input, the layer is not to blame.
+    if (found := _find_changed(job.samples, copies)) is None:
+        change = describe_pairs(
+            [pair for *_, pair in _measure_slice(model, [probe], sources, job.samples, run.outputs)]
+        )
+        found = msgspec.structs.replace(wrong, causes=(f"its result {change}",) if change else ())
+    layers = tuple(found if layer is wrong else layer for layer in layers)
+    return msgspec.structs.replace(located, layer=found.name, runs=runs + 1, layers=layers)
 
 
 def _find_changed(wanted: Samples, found: Samples) -> LayerReport | None:
@@ -316,11 +317,6 @@ def _describe_tensors(session: CpuSession, samples: Samples) -> dict[str, tuple[
         is_ranked = len(set(map(len, shapes))) == 1
         specs[name] = TensorSpec(name=name, dtype=dtypes[-1], shape=dims if is_ranked else None), max(sizes)
     return specs
-
-
-def _is_measurable(probe: Probe, specs: Mapping[str, tuple[TensorSpec, int]]) -> bool:
-    spec, size_bytes = specs.get(probe.tensor, (None, 0))
-    return spec is not None and size_bytes > 0 and (probe.grid is not None or spec.dtype.startswith("float"))
 
 
 def _list_slices(

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from edgekit.quantize.accuracy.head_search import DetectionList, find_image, fin
 from edgekit.quantize.accuracy.heads import overlap_boxes
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_decisions, says_yes_or_no
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.agreement import Agreement, measure_agreement, sum_shares
+from edgekit.verify.metrics.agreement import measure_agreement, sum_shares
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import Answers, OutputReport, count_changes, find_answers
 from edgekit.verify.metrics.tensor_metrics import SampleErrors
@@ -28,6 +29,11 @@ _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
 """The bytes and the number of samples that are measured at once: for small samples a call of numpy costs more than the
 sums, and with large ones memory must not grow with their number."""
 
+
+_UNRANKED: Mapping[str, Any] = {
+    "top1_agreement": None, "top1_interval": None, "top5_agreement": None, "worst_answers": None, "changes": ()
+}  # fmt: skip
+"""The figures of an output that names no class."""
 
 _Row = tuple[int, Tensors, Tensors | None]
 """The number of a sample, its reference, and its outputs, None if none came back."""
@@ -71,19 +77,16 @@ def compare_outputs(
     if not readings:
         return reports
     shared = measure_agreement(reference, got, {each: readings[each] for each in measured if each in readings})
-    return tuple(_add_agreements(report, readings.get(report.name), shared.get(report.name, ())) for report in reports)
-
-
-def _add_agreements(report: OutputReport, reading: Reading | None, shared: tuple[Agreement, ...]) -> OutputReport:
-    """Returns the report of an output with its agreements; an output that names no class gets no ranks.
-
-    If samples are missing or not finite, the other figures of the output say so, and it gets no agreements.
-    """
-    if reading is not None and reading.kind not in {"classes", "labels"}:
-        report = msgspec.structs.replace(
-            report, top1_agreement=None, top1_interval=None, top5_agreement=None, worst_answers=None, changes=()
+    unranked = {name for name, reading in readings.items() if reading.kind not in {"classes", "labels"}}
+    return tuple(
+        msgspec.structs.replace(
+            report,
+            # If samples are missing or not finite, the other figures of the output say so.
+            agreements=shared.get(report.name, ()) if report.samples and not report.non_finite else (),
+            **(_UNRANKED if report.name in unranked else {}),
         )
-    return msgspec.structs.replace(report, agreements=shared) if report.samples and not report.non_finite else report
+        for report in reports
+    )
 
 
 def read_first(most: int, *runs: Samples) -> list[tuple[Tensors, ...]]:

@@ -163,7 +163,8 @@ def weigh_output(output: OutputReport, thresholds: Thresholds) -> Judgement:
     for label, value, _, least, unit in figures:
         if not value >= least - 1e-12:
             failures.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
-    limits = [(each, _least(each, thresholds)) for each in output.agreements]
+    least_of = {False: thresholds.min_top1_agreement, True: thresholds.min_agreement}
+    limits = [(each, least_of[each.of in _MEASURED]) for each in output.agreements]
     missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
     is_beyond_chance = any(each.is_below(least) for each, least in missed)
     # It fails if the agreement of every possible kind is below its limit, and that of at least one by more than chance.
@@ -239,11 +240,6 @@ def _list_figures(output: OutputReport, thresholds: Thresholds) -> Iterator[_Fig
     for label, value, interval, least, unit, counts in figures:
         if counts and value is not None:
             yield label, value, interval, least, unit
-
-
-def _least(agreement: Agreement, thresholds: Thresholds) -> float:
-    """Returns the limit of an agreement."""
-    return thresholds.min_agreement if agreement.of in _MEASURED else thresholds.min_top1_agreement
 
 
 def _describe(agreement: Agreement, least: float) -> str:
