@@ -1,7 +1,8 @@
 """Tiny models for the prepare stage, and a way to run them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ from onnx import numpy_helper, parser
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
+from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.fix import FixedModel, fix_model
 from edgekit.serialize import read_own_toml
 
@@ -62,15 +64,29 @@ def make_model(
     imports: str = "",
     weights: Mapping[str, Array] | None = None,
     external: bool = False,
+    edit: Callable[[onnx.ModelProto], object] | None = None,
 ) -> Model:
-    """Writes a model from onnx's text form of its graph; the weights are in it or in a file beside it; returns it."""
+    """Writes a model from onnx's text form of its graph, with weights in it or in a file beside it, and loads it.
+
+    `edit` changes what the text form cannot say.
+    """
     head = f'<ir_version: {ir_version}, opset_import: ["" : {opset}{imports}]> '
     path.parent.mkdir(parents=True, exist_ok=True)
     proto = parser.parse_model(head + text)
     for name, value in (weights or {}).items():
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    if edit is not None:
+        edit(proto)
     onnx.save(proto, str(path), save_as_external_data=external, location=f"{path.name}.data")
     return load_model(path)
+
+
+def prepare(
+    text: str, folder: Path, dims: Mapping[str, int] | None = None, *, to: int | None = None, **how: Any
+) -> tuple[Model, Model]:
+    """Returns a model from onnx's text form, made as `how` says, and the clean one, of opset `to` if that is given."""
+    model = make_model(text, folder / "m.onnx", **how)
+    return model, prepare_model(model, folder / "out.onnx", dims or {}, opset=to)
 
 
 def make_inputs(model: Model, seed: int = 0) -> dict[str, Array]:

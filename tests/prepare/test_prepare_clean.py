@@ -1,12 +1,13 @@
 """The clean graph: what goes, what stays, and that it computes the same."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from prepare_models import ZOO, assert_near, make_inputs, make_model, op_names, run_model
+from prepare_models import ZOO, assert_near, make_inputs, make_model, op_names, prepare, run_model
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
@@ -25,85 +26,79 @@ QDQ = """g (float[1,4] x) => (float[1,4] y) <float s = {0.1}, uint8 z = {128}, f
     h = QuantizeLinear(f, t, z)  y = DequantizeLinear(h, t, z) }"""
 
 
+PREVIEW = """g (float[1,3,6,7] x) => (float[A,B,C,D] y) {
+    a = ImageScaler<scale=0.5, bias=[1.0,-2.0,3.0]>(x) b = Affine<alpha=2.0, beta=-1.0>(a) y = CROP(b) }"""
+
+
+def reverse_nodes(proto: onnx.ModelProto) -> None:
+    nodes = list(proto.graph.node)[::-1]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+
+
 def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
-    model = make_model(CONV, tmp_path / "m.onnx", opset=7, ir_version=3)
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    model, prepared = prepare(CONV, tmp_path, opset=7, ir_version=3)
     assert (prepared.opsets, prepared.ir_version) == ({"ai.onnx": 17}, 8)
-    assert op_names(prepared.path) == ["Conv", "Relu"]
-    proto = onnx.load(str(prepared.path))
-    assert [value.name for value in proto.graph.input] == ["x"]
-    assert_near(model, prepared)
+    assert [value.name for value in onnx.load(str(prepared.path)).graph.input] == ["x"]
     # From IR version 4 on a caller may override an initializer that is an input, so that it is no constant.
     newer = make_model(CONV, tmp_path / "n.onnx", ir_version=4)
     shown = [[spec.name for spec in show_model(each, tmp_path / "s.onnx").inputs] for each in (model, newer)]
     assert shown == [["x"], ["x", "w", "b"]]
 
 
-@pytest.mark.parametrize("opset", [11, 17])
-def test_nodes_may_stand_before_those_that_they_read_from(opset: int, tmp_path: Path) -> None:
-    """ONNX Runtime takes such a file; some exporters write it."""
-    model = make_model(CONV, tmp_path / "m.onnx", opset=opset)
-    proto = onnx.load(str(model.path))
-    nodes = list(proto.graph.node)[::-1]
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-    onnx.save(proto, str(tmp_path / "reversed.onnx"))
-    reverse = load_model(tmp_path / "reversed.onnx")
-    prepared = prepare_model(reverse, tmp_path / "out.onnx", {})
-    assert op_names(prepared.path) == ["Conv", "Relu"]
+SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a convolution of old": (CONV, "Conv Relu", {"opset": 7, "ir_version": 3}),
+    # ONNX Runtime takes such a file, and some exporters write it.
+    "nodes before those that they read from": (CONV, "Conv Relu", {"edit": reverse_nodes}),
+    "the same in an older opset": (CONV, "Conv Relu", {"edit": reverse_nodes, "opset": 11}),
+    "q and dq stay where they are": (QDQ, "Q DQ Relu Q DQ Transpose Q DQ", {"opset": 18}),
+    "fp16 gets no casts": (
+        "g (float16[1,8] x) => (float16[1,8] y) { a = Relu(x)  b = Softmax(a)  c = Sigmoid(b)  y = Mul(c, a) }",
+        "Relu Softmax Sigmoid Mul",
+        {"opset": 18},
+    ),
+    "operators without a CPU kernel stay whole": (
+        "g (float[1,8] x) => (float[1,8] y) { a = HardSwish(x)  b = Mish(a)  c = Identity(b)  y = HardSwish(c) }",
+        "HardSwish Mish HardSwish",
+        {"opset": 18},
+    ),
+    "a scaler": (
+        """g (float[2,3] x, int64[2,3] i) => (float[2,1] y, float[2,3] z) <float[3,1] w = {1,2,3}, float[1,1] b = {7}>
+        { s = ai.onnx.ml.Scaler<offset = [1.5, -2.0, 40.0], scale = [0.3, 7.0, 0.01]>(x) m = MatMul(s, w) y = Add(m, b)
+        z = ai.onnx.ml.Scaler<offset = [2.5], scale = [0.7]>(i) }""",
+        "Sub Mul Gemm Cast Sub Mul",
+        {"imports": ', "ai.onnx.ml" : 1'},
+    ),
+    # OnnxMLTools wrote what ONNX had as a preview, and ONNX Runtime's CPU still has it.
+    **{
+        f"a preview with {crop}": (
+            PREVIEW.replace("CROP", f"Crop<{crop}>"), "Mul Add Mul Add Slice", {"opset": 7, "ir_version": 8}
+        )
+        for crop in ("border=[1,2,0,3]", "border=[0,0,0,0]", "border=[1,2,0,0], scale=[3,4]")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_graph_holds_these_operators_and_computes_the_same(tmp_path: Path, name: str) -> None:
+    text, ops, how = SAME[name]
+    model, prepared = prepare(text, tmp_path, **how)
+    short = {"QuantizeLinear": "Q", "DequantizeLinear": "DQ"}
+    assert " ".join(short.get(op, op) for op in op_names(prepared.path)) == ops
     assert_near(model, prepared)
 
 
 def test_a_shape_that_constants_determine_is_folded(tmp_path: Path) -> None:
     text = """g (float[2,6] x) => (float[?,?] y) { s = Shape(x)  t = Constant<value = int64[1] {0}>()
         n = Gather(s, t)  m = Constant<value = int64[1] {-1}>()  r = Concat<axis = 0>(m, n)  y = Reshape(x, r) }"""
-    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
-    assert op_names(prepared.path) == ["Reshape"]
-    assert prepared.outputs[0].shape == (6, 2)
+    _, prepared = prepare(text, tmp_path)
+    assert (op_names(prepared.path), prepared.outputs[0].shape) == (["Reshape"], (6, 2))
 
 
 def test_an_output_whose_axes_are_named_as_the_inputs_has_the_sizes_that_follow(tmp_path: Path) -> None:
     text = """g (float[1,1,h,w] x) => (float[1,1,h,w] y) <float[1,1,4,4] k = {1,2,3,4,5,6,7,8,9,0,1,2,3,4,5,6}>
         { y = ConvTranspose<strides = [2, 2], pads = [3, 3, 3, 3]>(x, k) }"""
-    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {"h": 6, "w": 8})
-    assert prepared.outputs[0].shape == (1, 1, 8, 12)
-
-
-@pytest.mark.parametrize(
-    ("text", "ops"),
-    [
-        pytest.param(QDQ, "Q DQ Relu Q DQ Transpose Q DQ", id="q and dq stay where they are"),
-        pytest.param(
-            "g (float16[1,8] x) => (float16[1,8] y) { a = Relu(x)  b = Softmax(a)  c = Sigmoid(b)  y = Mul(c, a) }",
-            "Relu Softmax Sigmoid Mul",
-            id="fp16 gets no casts",
-        ),
-        pytest.param(
-            "g (float[1,8] x) => (float[1,8] y) { a = HardSwish(x)  b = Mish(a)  c = Identity(b)  y = HardSwish(c) }",
-            "HardSwish Mish HardSwish",
-            id="operators without a CPU kernel stay whole",
-        ),
-    ],
-)
-def test_the_graph_holds_these_operators_and_computes_the_same(tmp_path: Path, text: str, ops: str) -> None:
-    model = make_model(text, tmp_path / "m.onnx", opset=18)
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
-    short = {"QuantizeLinear": "Q", "DequantizeLinear": "DQ"}
-    assert " ".join(short.get(op, op) for op in op_names(prepared.path)) == ops
-    assert_near(model, prepared)
-
-
-def test_a_scaler_becomes_operators_whose_shapes_are_known(tmp_path: Path) -> None:
-    model = make_model(
-        """g (float[2,3] x, int64[2,3] i) => (float[2,1] y, float[2,3] z) <float[3,1] w = {1,2,3}, float[1,1] b = {7}>
-        { s = ai.onnx.ml.Scaler<offset = [1.5, -2.0, 40.0], scale = [0.3, 7.0, 0.01]>(x) m = MatMul(s, w) y = Add(m, b)
-        z = ai.onnx.ml.Scaler<offset = [2.5], scale = [0.7]>(i) }""",
-        tmp_path / "m.onnx",
-        imports=', "ai.onnx.ml" : 1',
-    )
-    prepared = prepare_model(model, tmp_path / "out.onnx")
-    assert op_names(prepared.path) == ["Sub", "Mul", "Gemm", "Cast", "Sub", "Mul"]
-    assert_near(model, prepared)
+    assert prepare(text, tmp_path, {"h": 6, "w": 8})[1].outputs[0].shape == (1, 1, 8, 12)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +129,9 @@ def test_numbers_that_scale_and_shift_a_convolution_are_folded(tmp_path: Path, n
     text = f"""g (float[1,2,4,4] x) => (float[1,2,4,4] y)
         <float[2,2,1,1] w = {{1,-2,3,0.5}}, float[2] b = {{0.5,-1}}, float[1] s = {{1.5}}, float t = {{-0.25}}>
         {{ {nodes} }}"""
-    model = make_model(text, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx")
+    model, prepared = prepare(text, tmp_path)
     assert op_names(prepared.path) == left
-    inputs = make_inputs(model)
-    assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], atol=1e-5)
+    assert_near(model, prepared, 1e-5)
     for tensor in onnx.load(str(prepared.path)).graph.initializer:
         assert len(left) == 1 or list(tensor.dims) != [2, 1, 1]  # what cannot be folded stays a number
 
@@ -160,15 +153,11 @@ FUSED = """g (float[1,2,4,4] x, float[1,3,4,4] s) => (float[1,3,4,4] z, float[1,
 def test_what_a_session_fused_is_split(tmp_path: Path, opset: int) -> None:
     # Before opset 11 each Gemm has a bias.
     text = FUSED if opset > 10 else FUSED.replace("(r, m)", "(r, m, u)")
-    model = make_model(text, tmp_path / "m.onnx", opset=opset)
-    prepared = prepare_model(model, tmp_path / "out.onnx", opset=opset)
+    model, prepared = prepare(text, tmp_path, opset=opset, to=opset)
     assert {node.domain for node in onnx.load(str(prepared.path)).graph.node} == {""}
     plain = "Conv Gemm MatMul Add Transpose Mul HardSigmoid Clip Elu Selu Relu Reshape"
     assert set(op_names(prepared.path)) == set(plain.split())
-    for seed in range(3):
-        inputs = make_inputs(model, seed)
-        expected, got = run_model(model.path, inputs), run_model(prepared.path, inputs)
-        assert all(np.allclose(expected[name], got[name], rtol=1e-5, atol=1e-5) for name in expected)
+    assert_near(model, prepared, 1e-5, seeds=range(3))
 
 
 def test_a_vector_is_not_transposed_and_a_fused_clip_may_have_one_bound(tmp_path: Path) -> None:
@@ -196,10 +185,9 @@ def test_what_a_session_saved_is_prepared_as_its_source(tmp_path: Path) -> None:
     optimize_graph(model.path, tmp_path / "saved.onnx", SessionSettings(level=Level.EXTENDED))
     saved = load_model(tmp_path / "saved.onnx")
     assert {"FusedConv", "FusedGemm"} <= set(op_names(saved.path))
-    paths = [prepare_model(each, tmp_path / f"{each.name}-out.onnx").path for each in (model, saved)]
-    assert op_names(paths[0]) == op_names(paths[1])
-    one, two = (run_model(path, make_inputs(model))["y"] for path in paths)
-    assert np.allclose(one, two, rtol=1e-5)
+    one, two = (prepare_model(each, tmp_path / f"{each.name}-out.onnx") for each in (model, saved))
+    assert op_names(one.path) == op_names(two.path)
+    assert_near(one, two, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +220,7 @@ def test_an_old_qlinear_softmax_over_the_last_axis_gets_the_definition_of_today(
         {{ q = QuantizeLinear(x, s, z) t = Transpose<perm=[0,2,3,1]>(q)
         c = com.microsoft.QLinearSoftmax<axis={axis}, opset=11>(t, s, z, p, z)
         u = Transpose<perm=[0,3,1,2]>(c) y = DequantizeLinear(u, p, z) }}"""
-    model = make_model(text, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx")
+    model, prepared = prepare(text, tmp_path)
     (node,) = (node for node in onnx.load(str(prepared.path)).graph.node if node.op_type == "QLinearSoftmax")
     assert {each.name: each.i for each in node.attribute}["opset"] == kept
     if kept == 13:
@@ -250,17 +237,16 @@ def test_a_number_is_spread_where_operators_broadcast(tmp_path: Path, opset: int
 
 def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:
     text = "g (float[3] x) => (float[3] y) { [same] a = Abs(x) [same] b = Neg(a) y = Exp(b) }"
-    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
-    assert [node.name for node in onnx.load(str(prepared.path)).graph.node] == ["same", "same_1", "Exp_y"]
+    graph = onnx.load(str(prepare(text, tmp_path)[1].path)).graph
+    assert [node.name for node in graph.node] == ["same", "same_1", "Exp_y"]
 
 
 def test_metadata_and_producer_stay_and_stamps_go(tmp_path: Path) -> None:
-    path = make_model(CONV, tmp_path / "m.onnx").path
-    proto = onnx.load(str(path))
-    proto.producer_name = "exporter"
-    helper.set_model_props(proto, {"author": "me", "stride": "32"})
-    onnx.save(proto, str(path))
-    written = onnx.load(str(prepare_model(load_model(path), tmp_path / "out.onnx", {}).path))
+    def describe(proto: onnx.ModelProto) -> None:
+        proto.producer_name = "exporter"
+        helper.set_model_props(proto, {"author": "me", "stride": "32"})
+
+    written = onnx.load(str(prepare(CONV, tmp_path, edit=describe)[1].path))
     assert {entry.key: entry.value for entry in written.metadata_props} == {"author": "me", "stride": "32"}
     assert (written.producer_name, written.graph.name) == ("exporter", "g")
     assert [(entry.domain, entry.version) for entry in written.opset_import] == [("", 17)]
@@ -277,8 +263,7 @@ def test_metadata_and_producer_stay_and_stamps_go(tmp_path: Path) -> None:
 def test_fp16_weights_or_inputs_alone_get_no_casts_either(tmp_path: Path, inputs: str, weights: str) -> None:
     text = f"""g ({inputs}) => (float16[4,2] y) <{weights}> {{ m = Mul(x, f)  c = Cast<to = 10>(m)
         h = Reshape(c, s)  a = Mul(h, w)  b = Softmax(a)  y = HardSwish(b) }}"""
-    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
-    assert op_names(prepared.path) == ["Mul", "Cast", "Reshape", "Mul", "Softmax", "HardSwish"]
+    assert op_names(prepare(text, tmp_path)[1].path) == ["Mul", "Cast", "Reshape", "Mul", "Softmax", "HardSwish"]
 
 
 def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
@@ -298,12 +283,12 @@ def test_only_functions_that_read_fp16_are_guarded(tmp_path: Path) -> None:
 
 
 def test_an_output_without_a_type_stays_one(tmp_path: Path) -> None:
+    def forget(proto: onnx.ModelProto) -> None:
+        proto.graph.output[0].ClearField("type")
+        proto.graph.ClearField("name")
+
     text = "g (float[2,3] x) => (float[2,3] y, float[2,3] z) { y = Relu(x) z = Neg(x) }"
-    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx").path))
-    proto.graph.output[0].ClearField("type")
-    proto.graph.ClearField("name")
-    onnx.save(proto, str(tmp_path / "m.onnx"))
-    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    _, prepared = prepare(text, tmp_path, edit=forget)
     assert [(spec.name, spec.shape) for spec in prepared.outputs][1] == ("z", (2, 3))
     assert onnx.load(str(prepared.path)).graph.name == "graph"  # ONNX wants one
 
@@ -314,7 +299,7 @@ def test_what_no_output_needs_is_gone_but_not_what_a_body_reads(tmp_path: Path) 
         "{ dead = Add(x, idle)  m = Mul(x, k)  y = If(c) <"
         "then_branch = t () => (float[2] p) { p = Identity(m) }, else_branch = e () => (float[2] q) { q = Neg(x) }> }"
     )
-    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    _, prepared = prepare(text, tmp_path)
     assert op_names(prepared.path) == ["Mul", "If"]
     assert [tensor.name for tensor in onnx.load(str(prepared.path)).graph.initializer] == ["k"]
 
@@ -326,8 +311,7 @@ def test_constants_of_fp16_functions_are_those_of_the_model_again(tmp_path: Path
         { o = Constant<value = int64[1] {1}>()  t = Squeeze(o)
           a = LayerNormalization<axis = -1>(x, k, k)  b = LayerNormalization<axis = -1>(a, j)
           c = Reshape(b, s)  y = Add(c, k) }"""
-    model = make_model(text, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    model, prepared = prepare(text, tmp_path)
     assert op_names(prepared.path) == ["LayerNormalization", "LayerNormalization", "Reshape", "Add"]
     constants = {each.name: each.data_type for each in onnx.load(str(prepared.path)).graph.initializer}
     assert constants == {"k": TensorProto.FLOAT16, "j": TensorProto.FLOAT16, "s": TensorProto.INT64}
@@ -339,19 +323,14 @@ def test_casts_that_onnx_runtime_merges_with_its_own_come_back(tmp_path: Path) -
         <float16[2,2,1] w = {15360, 14336, 13312, 15360}>
         { d = Shape(x)  r = Reshape(x, d)  c = Cast<to = 10>(r)  h = Conv(c, w)  k = Conv(h, w)  y = Cast<to = 1>(k)
         f = Cast<to = 1>(h)  e = Exp(f)  z = Add(e, x) }"""
-    model = make_model(text, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    model, prepared = prepare(text, tmp_path)
     assert sorted(op_names(prepared.path)) == ["Add", "Cast", "Cast", "Cast", "Conv", "Conv", "Exp", "Reshape"]
-    inputs = make_inputs(model)
-    expected = run_model(model.path, inputs)
-    assert all(
-        np.allclose(value, expected[name], rtol=1e-2) for name, value in run_model(prepared.path, inputs).items()
-    )
+    assert_near(model, prepared, 1e-2)
 
 
 def test_strings_and_sequences_pass_through(tmp_path: Path) -> None:
     text = "g (string[2] x) => (seq(string[2]) y) { a = Identity(x)  y = SequenceConstruct(a, x) }"
-    prepared = prepare_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    _, prepared = prepare(text, tmp_path)
     assert [spec.dtype for spec in (*prepared.inputs, *prepared.outputs)] == ["string", "sequence"]
 
 
@@ -362,35 +341,18 @@ def test_the_same_model_gives_the_same_bytes_anywhere(tmp_path: Path) -> None:
 
 
 def test_sparse_initializers_become_dense_and_an_output_is_listed_once(tmp_path: Path) -> None:
-    proto = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,2] y) { y = MatMul(x, w) }'
-    )
-    values, places = (
-        numpy_helper.from_array(np.array([2, -1], np.float32), "w"),
-        numpy_helper.from_array(np.array([1, 4]), "at"),
-    )
-    proto.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, places, [3, 2]))
-    proto.graph.output.append(proto.graph.output[0])
-    onnx.save(proto, tmp_path / "m.onnx")
-    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx")
+    def make_sparse(proto: onnx.ModelProto) -> None:
+        values = numpy_helper.from_array(np.array([2, -1], np.float32), "w")
+        places = numpy_helper.from_array(np.array([1, 4]), "at")
+        proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [3, 2]))
+        proto.graph.output.append(proto.graph.output[0])
+
+    _, prepared = prepare("g (float[1,3] x) => (float[1,2] y) { y = MatMul(x, w) }", tmp_path, edit=make_sparse)
     graph = onnx.load(str(prepared.path)).graph
     assert [list(tensor.dims) for tensor in graph.initializer] == [[3, 2]]
     assert not graph.sparse_initializer
     assert [spec.name for spec in prepared.outputs] == ["y"]
     assert run_model(prepared.path, {"x": np.array([[1, 10, 100]], np.float32)})["y"].tolist() == [[-100, 2]]
-
-
-PREVIEW = """g (float[1,3,6,7] x) => (float[A,B,C,D] y) {
-    a = ImageScaler<scale=0.5, bias=[1.0,-2.0,3.0]>(x) b = Affine<alpha=2.0, beta=-1.0>(a) y = CROP(b) }"""
-
-
-@pytest.mark.parametrize("crop", ["border=[1,2,0,3]", "border=[0,0,0,0]", "border=[1,2,0,0], scale=[3,4]"])
-def test_operators_that_onnx_had_as_a_preview_become_others(tmp_path: Path, crop: str) -> None:
-    """OnnxMLTools wrote them, and ONNX Runtime's CPU still has them."""
-    model = make_model(PREVIEW.replace("CROP", f"Crop<{crop}>"), tmp_path / "m.onnx", opset=7)
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
-    assert op_names(prepared.path) == ["Mul", "Add", "Mul", "Add", "Slice"]
-    assert_near(model, prepared)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +367,7 @@ def test_operators_that_onnx_had_as_a_preview_become_others(tmp_path: Path, crop
 )
 def test_a_preview_that_no_session_runs_or_of_other_floats_is_refused(tmp_path: Path, text: str, name: str) -> None:
     with pytest.raises(ModelError, match=f"it uses {name}"):
-        prepare_model(make_model(text, tmp_path / "m.onnx", opset=7), tmp_path / "out.onnx", {})
+        prepare(text, tmp_path, opset=7)
 
 
 def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
@@ -420,11 +382,10 @@ def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
             prepare_model(model, tmp_path / "out.onnx", {}, opset=opset)
     text = "g (float[1,3,4,4] x) => (float[1,3,2,2] y, int64[1,3,2,2] i) { y, i = MaxPool<kernel_shape = [3, 3]>(x) }"
     with pytest.raises(ModelError, match="cannot convert opset 8 to 7: it uses MaxPool"):
-        prepare_model(make_model(text, tmp_path / "m.onnx", opset=8, ir_version=3), tmp_path / "out.onnx", {}, opset=7)
+        prepare(text, tmp_path, opset=8, ir_version=3, to=7)
     text = "g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = ScaledTanh(x) }"
-    model = make_model(text, tmp_path / "old.onnx", opset=7, ir_version=3)
     with pytest.raises(ModelError, match="cannot convert opset 7 to 17: it uses ScaledTanh") as refusal:
-        prepare_model(model, tmp_path / "out.onnx", {})
+        prepare(text, tmp_path, opset=7, ir_version=3)
     assert refusal.value.hint == "export the model with operators of ONNX, which has no ScaledTanh"
 
 
@@ -432,21 +393,18 @@ def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
 def test_an_axis_that_is_a_number_becomes_a_list(tmp_path: Path, opset: int) -> None:
     text = """g (float[1,3] x) => (float[1,1,3] y, float[1,3,1] z) <int64 a = {0}, int64[1] b = {2}>
         { y = Unsqueeze(x, a) z = Unsqueeze(x, b) }"""
-    model = make_model(text, tmp_path / "m.onnx", opset=opset)
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    model, prepared = prepare(text, tmp_path, opset=opset)
     assert [list(tensor.dims) for tensor in onnx.load(str(prepared.path)).graph.initializer] == [[1], [1]]
-    given = {"x": np.arange(3, dtype=np.float32).reshape(1, 3)}
-    wanted, found = run_model(model.path, given), run_model(prepared.path, given)
-    assert all(np.array_equal(wanted[name], found[name]) for name in "yz")
+    assert_near(model, prepared)
 
 
 def test_of_several_imports_of_a_domain_the_last_one_counts(tmp_path: Path) -> None:
-    model = make_model("g (float[1,4] x) => (float[1,1] y) { y = ReduceMean<axes=[1]>(x) }", tmp_path / "m.onnx")
-    proto = onnx.load(str(model.path))
-    del proto.opset_import[:]
-    proto.opset_import.extend(helper.make_opsetid(*each) for each in (("", 18), ("ai.onnx", 12)))
-    onnx.save(proto, str(tmp_path / "twice.onnx"))
-    assert prepare_model(load_model(tmp_path / "twice.onnx"), tmp_path / "out.onnx", {}).opsets == {"ai.onnx": 17}
+    def import_twice(proto: onnx.ModelProto) -> None:
+        del proto.opset_import[:]
+        proto.opset_import.extend(helper.make_opsetid(*each) for each in (("", 18), ("ai.onnx", 12)))
+
+    text = "g (float[1,4] x) => (float[1,1] y) { y = ReduceMean<axes=[1]>(x) }"
+    assert prepare(text, tmp_path, edit=import_twice)[1].opsets == {"ai.onnx": 17}
 
 
 def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
@@ -455,8 +413,7 @@ def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
         "then_branch = t () => (float[1,2] p) { p = Unsqueeze<axes = [0]>(x) },"
         "else_branch = e () => (float[1,2] q) { n = Clip<min = 0.0, max = 1.0>(x)  q = Unsqueeze<axes = [0]>(n) }> }"
     )
-    model = make_model(text, tmp_path / "m.onnx", opset=10, ir_version=5)
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
+    model, prepared = prepare(text, tmp_path, opset=10, ir_version=5)
     for condition in (True, False):
         inputs = {"c": np.array(condition), "x": np.array([3, -2], np.float32)}
         assert np.array_equal(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
@@ -477,12 +434,7 @@ def test_bodies_of_control_flow_are_converted_too(tmp_path: Path) -> None:
 def test_what_an_old_opset_means_by_a_node_stays(body: str, opset: int, tmp_path: Path) -> None:
     text = f"""g (float[1,2,8,8] x) => (float[A,B,C,D] y)
         <float[4] up = {{1, 1, 1.2, 2.5}}, float[4] down = {{1, 1, 0.7, 0.3}}> {{ {body} }}"""
-    model = make_model(text, tmp_path / "m.onnx", opset=opset, ir_version=4)
-    inputs = make_inputs(model)
-    wanted, found = (
-        run_model(path, inputs)["y"] for path in (model.path, prepare_model(model, tmp_path / "o.onnx").path)
-    )
-    assert np.array_equal(found, wanted)
+    assert_near(*prepare(text, tmp_path, opset=opset, ir_version=4))
 
 
 @pytest.mark.parametrize(("own", "opset"), [(18, 18), (18, 20), (18, 21), (18, 23), (21, 18), (21, 20), (21, 22)])
@@ -491,9 +443,8 @@ def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, op
     count = scales.count(",") + 1
     text = f"""g (float[2,6,4] x) => (float[2,6,4] y) <float[{count}] s = {{{scales}}}, float[{count}] b = {{{scales}}}>
         {{ y = GroupNormalization<num_groups = 3>(x, s, b) }}"""
-    model = make_model(text, tmp_path / "m.onnx", opset=own, ir_version=10)
-    prepared, inputs = prepare_model(model, tmp_path / "o.onnx", opset=opset), make_inputs(model)
-    np.testing.assert_allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"], atol=2e-6)
+    model, prepared = prepare(text, tmp_path, opset=own, ir_version=10, to=opset)
+    assert_near(model, prepared, 2e-6)
     assert prepared.opsets["ai.onnx"] == opset
     # Its parts have the shapes of constants, which every provider wants.
     assert "Shape" not in {node.op_type for node in onnx.load(str(prepared.path)).graph.node}
@@ -560,16 +511,14 @@ def test_what_an_older_opset_has_stays_without_the_defaults_that_it_lacks(
 def test_a_scan_with_a_batch_axis_is_refused(tmp_path: Path) -> None:
     text = """g (float[1,2] i, float[1,3,2] x) => (float[1,2] y, float[1,3,2] z) { y, z = Scan<num_scan_inputs = 1,
         body = b (float[2] s, float[2] n) => (float[2] t, float[2] o) { t = Add(s, n)  o = Identity(t) }>(, i, x) }"""
-    model = make_model(text, tmp_path / "m.onnx", opset=8, ir_version=4)
     with pytest.raises(ModelError, match="Scan had a batch axis before opset 9"):
-        prepare_model(model, tmp_path / "out.onnx", {})
+        prepare(text, tmp_path, opset=8, ir_version=4)
 
 
 def test_a_model_that_ort_refuses_is_refused_by_name(tmp_path: Path) -> None:
     text = "g (float[1,4] x) => (float[1,4] y) { y = com.acme.Magic(x) }"
-    model = make_model(text, tmp_path / "m.onnx", imports=', "com.acme" : 1')
     with pytest.raises(RuntimeRefusal, match=r"m\.onnx"):
-        prepare_model(model, tmp_path / "out.onnx", {})
+        prepare(text, tmp_path, imports=', "com.acme" : 1')
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx"]
 
 
@@ -595,11 +544,8 @@ def test_real_models_compute_the_same(tmp_path: Path, name: str) -> None:
 
 
 def test_an_older_model_needs_no_import_of_the_operators_of_onnx_runtime(tmp_path: Path) -> None:
-    text = """<ir_version: 7, opset_import: ["" : 11]> g (float[4] x) => (float[4] y) {
-        r = Relu(x) y = com.microsoft.QuickGelu(r)
-    }"""
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
-    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "out.onnx", {})
+    text = "g (float[4] x) => (float[4] y) { r = Relu(x) y = com.microsoft.QuickGelu(r) }"
+    _, prepared = prepare(text, tmp_path, opset=11, ir_version=7)
     assert prepared.opsets == {"ai.onnx": 17, "com.microsoft": 1}
 
 
@@ -630,15 +576,12 @@ def test_constants_that_onnx_runtime_made_have_names_that_it_would_not_make_agai
         g (float[1,4,8] x) => (float[1,4,8] y) { w = Constant<value_floats=[0.5]>() s = Constant<value_ints=[8,8]>()
         v = Expand(w, s)  b = Constant<value_floats=[1.0,1.0,1.0,1.0,1.0,1.0,1.0,1.0]>()  m = MatMul(x, v)
         n = Add(m, b)  o = MatMul(n, v)  y = Add(o, b) }"""
-    model = make_model(text, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx", {})
-    graph = onnx.load(str(prepared.path)).graph
+    model, prepared = prepare(text, tmp_path)
     assert "Gemm" in op_names(prepared.path)
-    made = {tensor.name for tensor in graph.initializer} - set("wsvb")
+    made = {tensor.name for tensor in onnx.load(str(prepared.path)).graph.initializer} - set("wsvb")
     assert made
     assert all(name.endswith(".prepared") for name in made)
-    inputs = make_inputs(prepared)
-    assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
+    assert_near(model, prepared, 1e-5)
 
 
 def test_a_half_model_with_float_inputs_is_folded_too(tmp_path: Path) -> None:
@@ -649,14 +592,12 @@ def test_a_half_model_with_float_inputs_is_folded_too(tmp_path: Path) -> None:
         z = Cast<to = 1>(c)  a = Shape(p)  b = Slice(a, zero, two, zero)  d = Shape(h)  e = Slice(d, two, four, zero)
         s = Concat<axis = 0>(b, e)  r = Resize(z, , , s)  i = Cast<to = 10>(r)  g = Cast<to = 10>(f)
         m = Mul(i, g)  y = Cast<to = 1>(m) }"""
-    stated = onnx.shape_inference.infer_shapes(onnx.load(str(make_model(text, tmp_path / "m.onnx").path)))
-    onnx.save(stated, str(tmp_path / "m.onnx"))
-    model = load_model(tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx")
+
+    def state_shapes(proto: onnx.ModelProto) -> None:
+        proto.CopyFrom(onnx.shape_inference.infer_shapes(proto))
+
+    model, prepared = prepare(text, tmp_path, edit=state_shapes)
     kept = ["Cast", "MaxPool", "Conv", "Cast", "Resize", "Cast", "Mul", "Cast"]
     assert op_names(prepared.path) == kept
     assert op_names(show_model(model, tmp_path / "shown.onnx").path) == kept
-    inputs = make_inputs(model)
-    wanted, found = run_model(model.path, inputs), run_model(prepared.path, inputs)
-    assert list(found) == ["y", "z"]
-    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert_near(model, prepared)
