@@ -63,9 +63,7 @@ def test_work_and_memory_of_subgraphs_count(tmp_path: Path) -> None:
     assert report.activation_bytes == (1 + 64 + 32 + 8 + 8 + 16) + 128 + 2 * 128
 
 
-def test_work_of_unknown_size_is_said_with_what_to_do_and_a_size_makes_it_known(
-    any_batch: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_work_of_unknown_size_is_told_and_a_size_helps(any_batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unknown, known = _inspect(any_batch), _inspect(any_batch, batch=4)
     assert (unknown.macs, unknown.unsized_nodes, unknown.counted_at) == (15, 0, {"batch": 1})
     assert (known.macs, known.unsized_nodes, known.counted_at) == (60, 0, {})
@@ -76,9 +74,7 @@ def test_work_of_unknown_size_is_said_with_what_to_do_and_a_size_makes_it_known(
     assert "bach" in capsys.readouterr().err
 
 
-def test_sizes_that_the_graph_of_a_static_model_computes_are_left_to_prepare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_that_a_graph_computes_are_left_to_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = parse_model(
         '<ir_version: 8, opset_import: ["" : 13]> g (float[1,3,4,4] x, float[5,3,1,1] w) => (float[1,5,8,8] y)'
         "{ two = Constant<value = int64[4] {1, 1, 2, 2}>() size = Shape(x) sizes = Mul(size, two)"

@@ -84,9 +84,7 @@ def test_a_version_is_warned_of_that_is_newer_than_each_that_was_tested(version:
     assert warning is None or warning.endswith(f"and this is {version}: its results may differ")
 
 
-def test_a_command_warns_of_an_untested_version(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_untested_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("edgekit._ort.TESTED_VERSIONS", ("1.20.0",))
     assert run_command(["doctor", "--json"]) == 0
     assert capsys.readouterr().err.startswith("edgekit: warning: edgekit was tested with ONNX Runtime 1.20.0")

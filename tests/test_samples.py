@@ -119,9 +119,7 @@ def test_images_become_tensors_as_the_file_says(tmp_path: Path) -> None:
         ("int64", (1, 3, 8, 8), "no preprocessing makes that of one image: give a .npz"),
     ],
 )
-def test_a_preprocessing_for_another_input_is_told_what_to_write(
-    tmp_path: Path, dtype: str, shape: tuple[int | str, ...], hint: str
-) -> None:
+def test_a_wrong_preprocessing_is_told(tmp_path: Path, dtype: str, shape: tuple[int | str, ...], hint: str) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"makes float32\[3, 8, 8\] of an image, the model wants image: ") as refused:
         load_samples(str(tmp_path), [TensorSpec(name="image", dtype=dtype, shape=shape)], Preprocess(size=(8, 8)))
@@ -211,9 +209,7 @@ def test_npz_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, obje
         ((1, 5), (1, 8), "build with several sizes"),
     ],
 )
-def test_a_wrong_shape_is_told_what_mends_it(
-    tmp_path: Path, shape: tuple[int, ...], wanted: tuple[int, ...], hint: str
-) -> None:
+def test_wrong_shapes_are_told(tmp_path: Path, shape: tuple[int, ...], wanted: tuple[int, ...], hint: str) -> None:
     spec = TensorSpec(name="x", dtype="float32", shape=wanted)
     with pytest.raises(DataError) as caught:
         load_samples(_save(tmp_path / "d.npz", x=np.zeros((2, *shape), np.float32)), [spec])

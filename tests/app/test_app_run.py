@@ -256,9 +256,7 @@ def test_watch_runs_again_when_a_file_changes(app: Path, shown: Shown, monkeypat
     ]
 
 
-def test_bundles_are_signed_and_packed_with_the_keys_of_the_app(
-    tmp_path: Path, answer: Answer, refused: Refused
-) -> None:
+def test_bundles_are_signed_and_packed_with_the_apps_keys(tmp_path: Path, answer: Answer, refused: Refused) -> None:
     parse_model("g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
     text = """
@@ -295,9 +293,7 @@ sign = "release.pem"
 
 
 @pytest.mark.long
-def test_a_group_is_built_kept_signed_and_packed_with_the_models(
-    tmp_path: Path, answer: Answer, refused: Refused
-) -> None:
+def test_a_group_is_built_kept_signed_and_packed(tmp_path: Path, answer: Answer, refused: Refused) -> None:
     make_talk(tmp_path, samples=8)
     make_pair(tmp_path / "release.pem")
     text = """

@@ -97,9 +97,7 @@ def test_a_store_that_cannot_be_used_is_refused_in_one_line(
     assert said.count("\n") == 1
 
 
-def test_a_second_machine_takes_finished_cells_from_the_store(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_second_machine_takes_finished_cells(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     store = str(tmp_path_factory.mktemp("store"))
     first = run_app(_app(folder, store=store))
     other = tmp_path_factory.mktemp("other") / "app"

@@ -93,7 +93,7 @@ def test_the_commands_of_the_page_about_time_measure_scikit_learn_too(
     assert "best of 5" in said.stdout
 
 
-def test_a_model_with_outputs_of_maps_is_quantized_where_it_has_kernels(
+def test_a_model_with_maps_as_outputs_is_quantized(
     pipeline: Path, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(pipeline.parent)

@@ -115,9 +115,7 @@ def test_fewer_than_two_rounds_with_times_are_an_error(rounds: list[tuple[float,
         ((1e7,), 2000.0, "1e+07 ms together, and answered after 2000 ms"),
     ],
 )
-def test_impossible_times_of_a_device_are_refused(
-    times: tuple[float, ...], elapsed_ms: float, words: str | None
-) -> None:
+def test_impossible_device_times_are_refused(times: tuple[float, ...], elapsed_ms: float, words: str | None) -> None:
     found = find_false_times(times, elapsed_ms)
     assert (found is None) if words is None else (found is not None and words in found)
 

@@ -312,7 +312,7 @@ def test_bound_outputs_are_those_of_each_run(tmp_path: Path) -> None:
     assert (run.failure, run.io_binding, run.iterations) == (None, True, 10)
 
 
-def test_threads_and_execution_mode_reach_the_session_and_the_report(
+def test_threads_and_mode_reach_session_and_report(
     relu_model: Path, capsys: pytest.CaptureFixture[str], shown: Shown
 ) -> None:
     arguments = ["bench", str(relu_model), "--on", "host", "--runs", "3", "-q"]

@@ -232,9 +232,7 @@ def folder(bundles: list[Bundle], tmp_path: Path) -> Path:
     return join_bundles(bundles, tmp_path / "multi").folder
 
 
-def test_variants_are_unpacked_unchanged_and_shared_files_are_stored_once(
-    bundles: list[Bundle], folder: Path, tmp_path: Path
-) -> None:
+def test_variants_are_unpacked_unchanged(bundles: list[Bundle], folder: Path, tmp_path: Path) -> None:
     multi = open_index(folder)
     for bundle in bundles:
         out = extract_variant(multi, bundle.manifest.target, tmp_path / bundle.manifest.target)
@@ -374,9 +372,7 @@ def test_only_one_bundle_of_a_target_and_model_is_joined(bundles: list[Bundle], 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_other_files_is_neither_replaced_nor_opened_nor_is_an_archive_signed(
-    bundles: list[Bundle], tmp_path: Path
-) -> None:
+def test_a_folder_of_other_files_is_neither_replaced_nor_opened(bundles: list[Bundle], tmp_path: Path) -> None:
     for _ in range(2):  # the second replaces the first
         join_bundles(bundles[:1], tmp_path / "joined")
     (tmp_path / "other").mkdir()

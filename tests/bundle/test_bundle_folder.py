@@ -205,9 +205,7 @@ def test_a_snapshot_contains_the_files_that_a_run_needs(bundle: Bundle, tmp_path
 
 @pytest.mark.parametrize("name", ["tiny.onnx", "target.json", "golden/inputs.npz"])
 @pytest.mark.parametrize("alteration", ALTERATIONS)
-def test_a_bundle_altered_after_it_was_opened_is_refused(
-    bundle: Bundle, tmp_path: Path, name: str, alteration: str
-) -> None:
+def test_a_bundle_altered_after_opening_is_refused(bundle: Bundle, tmp_path: Path, name: str, alteration: str) -> None:
     ALTERATIONS[alteration](bundle.folder / name)
     with pytest.raises(BundleError, match=r"altered after|cannot read|leads out"):
         snapshot_bundle(bundle, ["onnx"], tmp_path / "private")

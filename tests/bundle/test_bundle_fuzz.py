@@ -163,7 +163,7 @@ def test_changed_values_of_an_index_do_no_harm(signed: Signed, value: object, da
 @pytest.mark.fuzz
 @FUZZ
 @given(data=st.data(), change=st.integers(1, 255), is_multi=st.booleans())
-def test_no_changed_byte_of_a_signed_bundle_is_accepted(
+def test_no_changed_byte_of_a_signature_passes(
     signed: Signed, data: st.DataObject, change: int, is_multi: bool
 ) -> None:
     folder = (signed.multi if is_multi else signed.bundle).folder
@@ -177,7 +177,7 @@ def test_no_changed_byte_of_a_signed_bundle_is_accepted(
 @pytest.mark.fuzz
 @FUZZ
 @given(data=st.data(), kind=st.integers(0, 1), insert=st.binary(max_size=8), length=st.integers(0, 8))
-def test_changed_archives_do_no_harm(
+def test_changed_archives_are_harmless(
     signed: Signed, data: st.DataObject, kind: int, insert: bytes, length: int
 ) -> None:
     archive = signed.archives[kind]

@@ -131,9 +131,7 @@ def test_names_that_would_collide_and_inputs_of_changing_shape_are_refused(tmp_p
         pytest.param(np.zeros(6), [[1 << 40], [4]], id="huge"),
     ],
 )
-def test_shapes_that_do_not_fit_the_data_are_refused(
-    tmp_path: Path, values: np.ndarray, shapes: list[list[int]]
-) -> None:
+def test_shapes_unlike_the_data_are_refused(tmp_path: Path, values: np.ndarray, shapes: list[list[int]]) -> None:
     np.savez(tmp_path / "t.npz", **{"y": values, "y.shapes": np.array(shapes)})  # type: ignore[arg-type] # numpy
     with pytest.raises(DataError):
         list(read_rows(tmp_path / "t.npz"))
@@ -195,9 +193,7 @@ def test_the_tolerance_grows_with_the_error_of_the_built_model(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("uint16", 3.5), ("uint8", 0.07)])
-def test_the_tolerance_of_a_product_knows_that_its_second_factor_may_have_8_bits(
-    kind: str, tolerance: float, tmp_path: Path
-) -> None:
+def test_the_tolerance_of_a_product_knows_factors_of_8_bits(kind: str, tolerance: float, tmp_path: Path) -> None:
     text = f"""<ir_version: 10, opset_import: ["" : 21]> g (float[1,8] x) => (float[1,8] y)
       <float[1,1] one = {{1}}, float s = {{0.03}}, {kind} m = {{0}}> {{
       q = QuantizeLinear(x, s, m) d = DequantizeLinear(q, s, m) y = MatMul(one, d) }}"""
@@ -282,9 +278,7 @@ def test_an_expected_output_that_the_model_does_not_give_is_refused(contents: Co
             adopt_reference(contents.golden, Recorded(folder=wrong.folder, manifest=wrong.manifest))
 
 
-def test_expected_outputs_of_other_samples_or_builds_are_refused(
-    tmp_path: Path, contents: Contents, elsewhere: Bundle
-) -> None:
+def test_expected_outputs_of_other_samples_are_refused(tmp_path: Path, contents: Contents, elsewhere: Bundle) -> None:
     entry = msgspec.structs.replace(elsewhere.manifest.files["golden/inputs.npz"], sha256="0" * 64)
     manifest = msgspec.structs.replace(
         elsewhere.manifest, files={**elsewhere.manifest.files, "golden/inputs.npz": entry}

@@ -105,9 +105,7 @@ BOX = {"input": "y", "image": "data.p", "boxes": "one.y", "scores": "one.y", "re
         ((ONE, TWO), {"start": "one.y"}, "tokens"),
     ],
 )
-def test_a_wiring_that_does_not_fit_its_models_is_refused(
-    stages: Sequence[dict[str, Any]], tokens: dict[str, Any] | None, said: str
-) -> None:
+def test_a_wrong_wiring_is_refused(stages: Sequence[dict[str, Any]], tokens: dict[str, Any] | None, said: str) -> None:
     fault = present(find_fault(wire(*stages, tokens=tokens), PLAIN))
     assert said in fault[0] + fault[1]
 

@@ -65,7 +65,7 @@ FORBIDDEN, MALFORMED = "is not for a bundle to set", "cannot be"
         ("tensorrt", "provider_options", "trt_extra_plugin_lib_paths", "evil.so", FORBIDDEN),
     ],
 )
-def test_session_options_that_read_or_write_files_are_refused(
+def test_options_that_use_files_are_refused(
     tmp_path: Path, target: str, place: str, key: str, value: str, why: str
 ) -> None:
     folder = forge(make_bundle(tmp_path, target=target).folder, *set_session(key, value, place=place))

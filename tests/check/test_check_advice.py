@@ -146,9 +146,7 @@ def test_a_target_that_wants_the_whole_model_is_given_it_without_its_end(tmp_pat
 
 
 @pytest.mark.parametrize("reads_start", [False, True])
-def test_a_target_that_wants_the_whole_model_is_given_it_without_its_start(
-    tmp_path: Path, *, reads_start: bool
-) -> None:
+def test_a_target_of_whole_models_is_given_one_without_its_start(tmp_path: Path, *, reads_start: bool) -> None:
     last = "y = Add(h, f)" if reads_start else "y = Relu(h)"
     body = f"""(int16[1,4] x, float[1,4] z) => (float[1,N] y) <float[4,1] w = {{1, 2, 3, 4}}> {{
         f = Cast<to=1>(x) g = Add(f, z) h = MatMul(g, w) {last} }}"""

@@ -140,7 +140,7 @@ def check_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)["targets"]
 
 
-def test_sides_stay_open_on_the_cpu_and_convs_are_counted_at_a_size_that_is_told(
+def test_work_with_open_sides_is_counted_at_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: Shown
 ) -> None:
     model = str(save_text(PICTURE, tmp_path / "p.onnx"))

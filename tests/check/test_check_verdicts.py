@@ -47,7 +47,7 @@ def test_the_float_net_is_taken_by_all(tmp_path: Path) -> None:
         (QuantType.QInt8, "coreml", False),
     ],
 )
-def test_int8_or_uint8_activations_decide_what_is_taken(
+def test_the_sign_of_int8_decides_what_is_taken(
     tmp_path: Path, activation: QuantType, target: str, *, taken: bool
 ) -> None:
     report = check_file(quantized_net(tmp_path / "q.onnx", activation), target)
@@ -142,9 +142,7 @@ def test_the_verdict_counts_work_and_not_nodes() -> None:
         (29, "Relu", "1.32.0", False, True),
     ],
 )
-def test_a_list_of_kernels_speaks_for_the_opsets_that_it_was_made_of(
-    opset: int, op: str, runtime: str, taken: bool, known: bool
-) -> None:
+def test_a_list_of_kernels_speaks_for_its_opsets(opset: int, op: str, runtime: str, taken: bool, known: bool) -> None:
     cpu, proto = load_target("cpu"), onnx.ModelProto()
     proto.CopyFrom(RELU)
     proto.opset_import[0].version, proto.graph.node[0].op_type = min(opset, 28), op
@@ -171,9 +169,7 @@ def test_a_model_is_judged_from_the_first_opset_to_the_last(opset: int, *, insid
         ((1, 99), 13, "Relu of opset 14 is newer than 13, the last that is taken"),
     ],
 )
-def test_an_operator_is_taken_from_its_first_version_to_its_last(
-    since: tuple[int, int], most: int, reason: str
-) -> None:
+def test_an_operator_is_taken_in_the_versions_listed(since: tuple[int, int], most: int, reason: str) -> None:
     book = load_rules(load_target("nnapi"))
     ops = tuple(replace(op, since=since) if "Relu" in op.types else op for op in book.op)
     book = replace(book, op=ops, provider=replace(book.provider, since_max=most))
@@ -219,7 +215,7 @@ def report_of(*nodes: tuple[int, int, int | None], **more: Any) -> CheckReport:
         ([], {}, "no"),
     ],
 )
-def test_the_verdict_follows_the_work_that_is_taken_in_one_piece(
+def test_the_verdict_follows_the_work(
     nodes: list[tuple[int, int, int | None]], more: dict[str, Any], verdict: str
 ) -> None:
     assert report_of(*nodes, **more).verdict == verdict

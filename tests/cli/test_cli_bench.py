@@ -40,9 +40,7 @@ def test_bench_compares_two_models_in_alternation(tmp_path: Path, shown: Shown) 
     assert last == ""
 
 
-def test_each_of_two_subjects_takes_the_sizes_that_it_has(
-    tmp_path: Path, demo_bundles: Path, answer: Answer, refused: Refused
-) -> None:
+def test_each_subject_takes_its_own_sizes(tmp_path: Path, demo_bundles: Path, answer: Answer, refused: Refused) -> None:
     paths = [
         parse_model(f"agraph (float[{size}] x) => (float[{size}] y) {{ y = Abs(x) }}", tmp_path / f"{name}.onnx")
         for name, size in (("open", "n,4"), ("fixed", "2,4"))

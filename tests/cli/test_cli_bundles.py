@@ -61,9 +61,7 @@ def test_joined_targets_are_opened_from_an_archive(build: Path, refused: Refused
     assert run_command(["verify", str(build / "bad.zip"), "--key", public, "--files-only"]) == 2
 
 
-def test_a_signature_says_what_was_verified_where_and_with_which_figures(
-    build: Path, tmp_path: Path, shown: Shown, answer: Answer
-) -> None:
+def test_a_signature_says_what_was_verified(build: Path, tmp_path: Path, shown: Shown, answer: Answer) -> None:
     for target, code in (("coreml", 3), ("cpu", 0)):
         shutil.copytree(build / "out" / f"digits_mobilenet-{target}", tmp_path / "in" / target)
         assert run_command(["verify", str(tmp_path / "in" / target), "--on", "host"]) == code
@@ -88,9 +86,7 @@ def test_a_signature_says_what_was_verified_where_and_with_which_figures(
     )
 
 
-def test_a_build_with_the_expected_outputs_of_another_has_its_digest(
-    build: Path, refused: Refused, answer: Answer
-) -> None:
+def test_a_build_with_another_ones_outputs_has_its_digest(build: Path, refused: Refused, answer: Answer) -> None:
     argv = ["build", str(MODEL), "--data", str(CALIBRATION), "--samples", "8", "--precision", "fp32", "--no-verify"]
     first = json.loads((build / "out" / "report.json").read_bytes())
     again = answer([*argv, "--target", "coreml", "--golden", str(build / "out"), "--out", str(build / "again")])
@@ -127,9 +123,7 @@ def release(folder: Path, work: Path, key: Path) -> list[list[str]]:
     ]
 
 
-def test_an_unverified_bundle_is_not_released(
-    build: Path, bundle: Path, tmp_path: Path, refused: Refused, answer: Answer
-) -> None:
+def test_an_unverified_one_stays(build: Path, bundle: Path, tmp_path: Path, refused: Refused, answer: Answer) -> None:
     for command in release(bundle, tmp_path, build / "key"):
         assert "was not verified" in refused(*command)
         allowed = answer([*command, "--allow-failed"])["allowed"]
@@ -166,7 +160,7 @@ def test_an_unproven_bundle_is_released_only_by_option(
         assert "did not pass its verification" in refused(*command, "--accept-unproven")
 
 
-def test_a_bundle_that_was_changed_after_its_verification_is_not_released(
+def test_a_bundle_changed_afterwards_is_not_released(
     build: Path, bundle: Path, tmp_path: Path, refused: Refused
 ) -> None:
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0

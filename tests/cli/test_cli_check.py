@@ -73,7 +73,7 @@ def test_the_page_is_complete_and_the_text_ends_with_the_recommendation(tmp_path
     assert "<script src" not in text
 
 
-def test_a_model_that_onnx_runtime_cannot_load_still_gets_a_report(
+def test_a_model_that_does_not_load_gets_a_report(
     tmp_path: Path, command: Command, shown: Shown, answer: Answer
 ) -> None:
     head = '<ir_version: 8, opset_import: ["" : 17, "my.domain" : 1]>'
@@ -157,7 +157,7 @@ def test_the_cpu_is_not_recommended_where_it_refuses_the_model() -> None:
     ("automatic", 1, "follow the automatic advice, and check again"), ("automatic", 0, "use the CPU"),
     ("manual", 1, "use the CPU"),
 ])  # fmt: skip
-def test_advice_that_gains_half_of_the_nodes_is_recommended_before_the_cpu(
+def test_advice_that_gains_half_the_nodes_comes_first(
     fix: Literal["automatic", "manual"], gain: int, then: str
 ) -> None:
     advice = Advice(id="dims", subject="dims", message="fix them", fix=fix, gain_nodes=gain)
@@ -258,7 +258,7 @@ def test_a_long_name_is_shown_by_its_end(command: Command, shown: Shown) -> None
 
 
 @pytest.mark.parametrize(("ir_version", "taken"), [(3, 3), (6, 2)])
-def test_check_reports_the_file_as_it_is_and_as_prepare_makes_it(
+def test_the_file_is_checked_as_it_is(
     command: Command, shown: Shown, answer: Answer, ir_version: int, taken: int
 ) -> None:
     # A weight that is an input too, as older exporters write it.
@@ -299,9 +299,7 @@ def test_check_reports_the_model_as_build_makes_it(
     assert f"recommendation: {target}: yes" in told
 
 
-def test_dynamic_dimensions_get_assumed_sizes_to_predict_a_build(
-    command: Command, shown: Shown, answer: Answer
-) -> None:
+def test_dynamic_dimensions_get_assumed_sizes(command: Command, shown: Shown, answer: Answer) -> None:
     text = "(float[N,2,8,8] x) => (float[N,2,8,8] y) <float[2,2,1,1] w = {1, 2, 3, 4}> { y = Conv(x, w) }"
     words = command(text, "qnn")
     document = answer(words, 1)
@@ -337,9 +335,7 @@ def test_a_model_that_integers_would_cut_up_is_told_before_it_is_quantized(
     assert notes == ([f"{loss.replace('would be', 'is')}"] if loss else [])
 
 
-def test_weights_that_are_large_are_not_rounded_for_a_check(
-    command: Command, answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_weights_are_not_rounded(command: Command, answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = np.ones((64, 64, 3, 3), np.float32)
     text = "(float[1,64,9,9] x) => (float[1,64,5,5] y) { a = Conv(x, u)  b = LeakyRelu(a)  y = Conv(b, v) }"
     words = command(text, "nnapi", u=weight, v=weight)

@@ -92,9 +92,7 @@ def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, answer: Answ
     assert not (tmp_path / "q.onnx").exists()
 
 
-def test_shapes_count_where_an_exporter_gave_axes_one_name_that_have_several_sizes(
-    tmp_path: Path, answer: Answer
-) -> None:
+def test_shapes_count_where_axes_of_several_sizes_have_one_name(tmp_path: Path, answer: Answer) -> None:
     text = "g (float[N,M] x, float[N,M] k) => (float[N,9] y){ y = Concat<axis=1>(x, k) }"
     model = parse_model(text, tmp_path / "m.onnx")
     arguments = ["prepare", str(model), "--shape", "x=2,3", "--shape", "k=2,6", "--out", str(tmp_path / "p.onnx")]

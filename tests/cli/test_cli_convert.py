@@ -46,9 +46,7 @@ def test_the_text_of_convert_lists_files_and_their_equality(tmp_path: Path, show
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"model.ort", "model.runtime.ort", "model.onnx"}
 
 
-def test_operators_of_a_build_are_written_listed_and_compared(
-    converted: Path, tmp_path: Path, shown: Shown, answer: Answer
-) -> None:
+def test_operators_are_written_listed_compared(converted: Path, tmp_path: Path, shown: Shown, answer: Answer) -> None:
     full, runtime = str(converted / "model.ort"), str(converted / "model.runtime.ort")
     config = str(tmp_path / "required.config")
     assert run_command(["operators", full, runtime, "--types", "--out", config]) == 0
@@ -82,9 +80,7 @@ def make_huge(tmp_path: Path, width: int) -> None:
         (34_000, ["--weights", "fp16"], "with fp16 weights has at least 2.3 GB, and the ORT format ends at 2 GB"),
     ],
 )
-def test_a_model_of_gigabytes_is_refused_before_it_is_read(
-    tmp_path: Path, refused: Refused, width: int, weights: list[str], told: str
-) -> None:
+def test_a_huge_model_is_refused(tmp_path: Path, refused: Refused, width: int, weights: list[str], told: str) -> None:
     make_huge(tmp_path, width)
     start = time.process_time()
     assert told in refused("convert", str(tmp_path / "m.onnx"), "--out", str(tmp_path / "o"), *weights)

@@ -154,9 +154,7 @@ def test_options_that_do_not_fit_are_refused_before_work_starts(
 
 
 @pytest.mark.parametrize("command", ["quantize", "build"])
-def test_missing_sizes_are_proposed_from_the_samples(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_sizes_come_from_the_samples(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,3,side,side] x) => (float[N,C,H,W] y) { y = Relu(x) }'
     )
@@ -168,9 +166,7 @@ def test_missing_sizes_are_proposed_from_the_samples(
 
 
 @pytest.mark.parametrize("place", ["m.onnx", "d.npz", "."])
-def test_neither_the_model_nor_the_samples_are_written_over(
-    place: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_and_samples_are_not_written_over(place: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (folder / "m.onnx").read_bytes(), (folder / "d.npz").read_bytes()
     assert quantize(folder, out=folder / place) == 2
     assert "written over" in capsys.readouterr().err or place == "."
@@ -195,9 +191,7 @@ def test_a_full_disk_is_an_error_in_one_line(most_bytes: int, folder: Path, tmp_
     assert not list(tmp_path.glob(".edgekit-*"))
 
 
-def test_plans_of_a_model_beyond_the_limit_of_a_protobuf_are_compared_and_weights_are_the_same(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_of_a_model_of_2_gb_are_compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantize(folder, out=tmp_path / "whole.onnx") == 0
     monkeypatch.setattr("edgekit.model.model.MOST_INLINE_BYTES", 1000)
     assert quantize(folder, out=tmp_path / "q.onnx") == 0

@@ -151,9 +151,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG, ids=[f"{line.partition(' ')[0]}: {said}" for line, said in WRONG.items()])
-def test_what_is_wrong_is_one_line_and_leaves_nothing(
-    line: str, request: pytest.FixtureRequest, refused: Refused
-) -> None:
+def test_an_error_is_one_line_and_leaves_nothing(line: str, request: pytest.FixtureRequest, refused: Refused) -> None:
     bundle = request.getfixturevalue("demo_bundles") / "digits_mobilenet-cpu" if "BUNDLE" in line else Path()
     assert WRONG[line] in refused(*line.replace("BUNDLE", str(bundle)).split())
     if "BUNDLE" in line:

@@ -71,18 +71,14 @@ def test_in_a_log_a_long_command_says_from_time_to_time_how_far_it_is(
     assert capsys.readouterr().err == said
 
 
-def test_the_spinner_does_not_read_names_as_markup(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spinner_reads_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with showing_progress(0) as progress:
         progress(f"{TAG} {LOST}")
     assert RED not in capsys.readouterr().err
 
 
-def test_a_narrow_terminal_does_not_cut_the_words_of_a_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_narrow_terminal_cuts_no_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     words = [f"agreement{number}" for number in range(6)]

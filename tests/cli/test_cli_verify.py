@@ -37,9 +37,7 @@ def facts(demo_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle / "verify.json"
 
 
-def test_samples_of_the_user_are_measured_without_changing_the_bundle(
-    bundle: Path, tmp_path: Path, answer: Answer
-) -> None:
+def test_own_samples_are_measured_without_changing_the_bundle(bundle: Path, tmp_path: Path, answer: Answer) -> None:
     before, page = sorted(bundle.rglob("*")), tmp_path / "v.html"
     labels = np.load(LABELS)
     # Those of the samples that run are right, all others wrong.
@@ -55,9 +53,7 @@ def test_samples_of_the_user_are_measured_without_changing_the_bundle(
     assert page.read_text().count('<img src="data:image/') == 1
 
 
-def test_the_reference_is_the_float_model_not_the_golden_outputs(
-    bundle: Path, facts: Path, tmp_path: Path, answer: Answer
-) -> None:
+def test_the_reference_is_the_float_model(bundle: Path, facts: Path, tmp_path: Path, answer: Answer) -> None:
     np.savez(tmp_path / "golden.npz", **np.load(bundle / "golden" / "inputs.npz"))
     data = ["--data", str(tmp_path / "golden.npz"), "--reference", str(MODEL)]
     ours = answer(["verify", str(bundle), "--on", "host", *data])["runs"][0]["outputs"]
@@ -78,9 +74,7 @@ def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, refu
     assert f"give {len(np.load(LABELS))} whole numbers" in message
 
 
-def test_a_missed_limit_gives_exit_code_1_and_a_failure_in_each_report(
-    bundle: Path, tmp_path: Path, answer: Answer
-) -> None:
+def test_a_missed_limit_fails_in_each_report(bundle: Path, tmp_path: Path, answer: Answer) -> None:
     out = tmp_path / "out"
     reports = [f"--{kind}={out / f'v.{kind}'}" for kind in ("junit", "html", "markdown")]
     report = answer(["verify", str(bundle), "--on", "host", "--min-cosine", "0.99999999", *reports], 1)
@@ -137,9 +131,7 @@ def test_recheck_judges_a_report_without_running_anything(facts: Path, tmp_path:
     assert {"bundle", "target", "passed", "runs", "skipped", "attribution", "first_bad_layer"} <= no.keys()
 
 
-def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
-    bundle: Path, tmp_path: Path, shown: Shown
-) -> None:
+def test_the_gate_reaches_the_metric_and_unproven_is_code_3(bundle: Path, tmp_path: Path, shown: Shown) -> None:
     labels = ["--labels", str(LABELS), "--metric", "top1", "--max-metric-drop", "2"]
     asked = ["verify", str(bundle), "--on", "host", *WITH_DATA, *labels, "--json"]
     printed = shown(asked, 3)
@@ -187,9 +179,7 @@ def test_a_metric_is_read_from_a_file(bundle: Path, tmp_path: Path, answer: Answ
     assert (task["name"], task["samples"], task["unit"], len(task["interval"])) == ("top3", 8, "share", 2)
 
 
-def test_the_history_is_kept_listed_shown_and_compared(
-    facts: Path, tmp_path: Path, shown: Shown, refused: Refused, answer: Answer
-) -> None:
+def test_the_history_is_kept(facts: Path, tmp_path: Path, shown: Shown, refused: Refused, answer: Answer) -> None:
     history = ["--history", str(tmp_path / "h.sqlite")]
     for _ in range(2):
         answer(["verify", "--recheck", str(facts), *history])

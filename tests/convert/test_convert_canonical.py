@@ -136,9 +136,7 @@ def read_arguments(op: str) -> dict[str, list[tuple[int, int]]]:
         ("dropSplitQDQ", 1, 17, ":Split:13"), ("dropSplitQDQ", 1, 18, ":Split:18"), ("Conv", 1, 17, None),
     ],
 )  # fmt: skip
-def test_a_saved_optimization_gets_its_operator_and_the_types_of_its_kernel(
-    action: str, outputs: int, opset: int, op: str | None
-) -> None:
+def test_a_saved_optimization_gets_its_kernels_types(action: str, outputs: int, opset: int, op: str | None) -> None:
     saved: Record = {"action_id": action.encode(), "nodes_to_optimize_indices": {"num_outputs": bytes([outputs])}}
     entries: list[Record] = [{"runtime_optimization_records": [saved]}]
     imports: list[Record] = [{"domain": b"", "version": bytes([opset])}]
@@ -468,9 +466,7 @@ def test_a_file_of_ort_format_tells_it_too(tmp_path: Path) -> None:
     [(8, 17, ""), (9, 20, "1.17.0"), (10, 21, "1.18.0"), (10, 22, "1.22.0"), (11, 21, "1.23.0"), (12, 17, "1.24.0"),
      (13, 26, "1.26.0"), (14, 17, "1.32.0"), (8, 28, "1.32.0"), (99, 17, VERSION)],
 )  # fmt: skip
-def test_a_newer_ir_version_or_opset_needs_a_newer_onnxruntime(
-    tmp_path: Path, ir_version: int, opset: int, needed: str
-) -> None:
+def test_a_newer_opset_needs_a_newer_onnxruntime(tmp_path: Path, ir_version: int, opset: int, needed: str) -> None:
     assert find_needed_ort([relu_of(tmp_path / "m.onnx", ir_version, opset)]) == needed
 
 
@@ -514,7 +510,7 @@ def test_what_cannot_be_lowered_names_the_onnxruntime_that_reads_it(tmp_path: Pa
     assert not (tmp_path / "lowered").exists()
 
 
-def test_convert_lowers_to_the_onnxruntime_of_a_device_and_refuses_a_format_that_it_does_not_read(
+def test_convert_lowers_to_the_devices_runtime(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: Shown
 ) -> None:
     model, out = str(relu_of(tmp_path / "m.onnx", 11, 22)), tmp_path / "out"

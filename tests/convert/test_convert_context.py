@@ -66,9 +66,7 @@ def test_a_context_serves_the_chips_asked_for(tmp_path: Path, options: ContextOp
     ],
 )
 @needs_qnn
-def test_chips_that_the_provider_would_misread_are_refused(
-    tmp_path: Path, options: ContextOptions, message: str
-) -> None:
+def test_chips_that_would_be_misread_are_refused(tmp_path: Path, options: ContextOptions, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         convert_model(make_qdq(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out", context=options)
 

@@ -121,9 +121,7 @@ def corrupt(path: Path, weight: str) -> None:
     ("error", "skipped", "passed"),
     [(0.0, "", True), (1e-4, "", True), (1.01e-4, "", False), (np.inf, "", False), (np.inf, "it draws", True)],
 )
-def test_a_file_passes_within_the_tolerance_or_where_nothing_was_compared(
-    error: float, skipped: str, *, passed: bool
-) -> None:
+def test_a_file_passes_within_the_tolerance(error: float, skipped: str, *, passed: bool) -> None:
     found = Equality(samples=1, bit_equal=False, error=error, tolerance=1e-4, skipped=skipped)
     assert found.passed is passed
 
@@ -164,9 +162,7 @@ def giving(path: Path, value: Any) -> Model:
         (np.array(["a", "b"], object), np.array(["a", "c"], object), np.inf, False),
     ],
 )
-def test_an_error_is_that_of_the_worst_value_over_the_largest(
-    tmp_path: Path, wanted: Any, got: Any, error: float, *, bit_equal: bool
-) -> None:
+def test_the_worst_value_is_the_error(tmp_path: Path, wanted: Any, got: Any, error: float, *, bit_equal: bool) -> None:
     found = compare_onnx(giving(tmp_path / "a.onnx", wanted), giving(tmp_path / "b.onnx", got))
     assert found.error == pytest.approx(error, rel=1e-3)
     assert (found.bit_equal, found.samples, found.skipped) == (bit_equal, 1, "")
@@ -185,9 +181,7 @@ def test_a_right_file_is_bit_equal_on_arm_kernels(tmp_path: Path, make: type, op
 
 @pytest.mark.parametrize("options", [ARM, RUNTIME], ids=["full", "runtime"])
 @pytest.mark.parametrize(("weight", "node"), [("w1", "conv1"), ("w2", "conv2")])
-def test_a_wrong_weight_is_found_and_its_node_named(
-    tmp_path: Path, options: OrtOptions, weight: str, node: str
-) -> None:
+def test_the_node_of_a_wrong_weight_is_named(tmp_path: Path, options: OrtOptions, weight: str, node: str) -> None:
     model = make_float(tmp_path / "m.onnx")
     write_form(model, tmp_path / "m.ort", options)
     corrupt(tmp_path / "m.ort", weight)
@@ -219,9 +213,7 @@ LINEAR = "q = Cast<to = 2>(x) s = QLinearMatMul(q, f, z, w, f, z, f, z) y = Cast
     ],
     ids=["float", "half", "QLinear"],
 )
-def test_the_tolerance_is_that_of_what_the_source_computes_in(
-    tmp_path: Path, nodes: str, weights: dict[str, Array], tolerance: float
-) -> None:
+def test_the_source_sets_the_tolerance(tmp_path: Path, nodes: str, weights: dict[str, Array], tolerance: float) -> None:
     model = save_text(tmp_path / "m.onnx", f"(float[4,4] x) => (float[4,4] y) {{ {nodes} }}", weights)
     write_form(model, tmp_path / "m.ort", ARM)
     assert compare_with_source(model, tmp_path / "m.ort", ARM).tolerance == tolerance

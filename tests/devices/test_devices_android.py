@@ -140,9 +140,7 @@ def test_without_a_compiler_nothing_is_installed(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.long
-def test_the_archive_of_another_version_is_installed_and_used(
-    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_versions_archive_is_installed(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
     library = library_for_android(tmp_path / "made" / LIBRARY, version="1.33.7", imports="getpid").read_bytes()
     archive = archive_of(tmp_path / "new.aar", {f"jni/x86_64/{LIBRARY}": library + b"XnnpackExecutionProvider\0"})
@@ -156,9 +154,7 @@ def test_the_archive_of_another_version_is_installed_and_used(
     assert "\n" not in present(run.failure)
 
 
-def test_a_provider_that_the_archive_lacks_is_a_refusal(
-    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_provider_that_is_lacking_is_refused(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = LOADER.find_installed()
     if now is None:
         pytest.skip("android is not installed: edgekit devices install android")
@@ -219,9 +215,7 @@ def test_nnapi_itself_places_weights_per_channel_by_api_level(api: str, tmp_path
     assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI if int(api) >= 29 else CPU_PROVIDER}
 
 
-def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(
-    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_on_any_cpu_is_a_failure(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_device("android", "xnnpack")
     crashing = tmp_path / "cache" / "android"
     for abi in MACHINES:

@@ -154,9 +154,7 @@ def test_an_operation_is_its_formula(name: str, computed: tuple[DeviceRun, list[
         np.testing.assert_allclose(row[f"y_{name}"], reference[f"y_{name}"], atol=2e-5, rtol=2e-5)
 
 
-def test_the_operations_that_are_compared_ran_on_nnapi(
-    computed: tuple[DeviceRun, list[Tensors], list[Tensors]],
-) -> None:
+def test_what_is_compared_ran_on_nnapi(computed: tuple[DeviceRun, list[Tensors], list[Tensors]]) -> None:
     run, _, _ = computed
     left = {node.op for node in run.placement if node.provider == CPU_PROVIDER}
     assert not left & {"Conv", "Add", "MaxPool", "Gemm", "Softmax", "Concat", "Resize", "Pad", "LRN", "Relu"}
@@ -257,9 +255,7 @@ def test_requests_are_answered_in_order_until_the_end_of_input() -> None:
     assert answer.getvalue() == b"\n\n" + np.maximum(value, 0).tobytes() + b"9\n"
 
 
-def test_without_tflite_s_kernels_a_network_is_built_and_the_run_says_what_is_missing(
-    tmp_path: Path, work: Path
-) -> None:
+def test_without_tflite_a_network_is_built_and_the_lack_told(tmp_path: Path, work: Path) -> None:
     require_device("android:x86_64", "nnapi")
     path = text_model(tmp_path / "r.onnx", "(float[1,4] x) => (float[1,4] y) { t = Relu(x) y = Sigmoid(t) }")
     job = make_job(path, "nnapi", [{"x": np.ones((1, 4), np.float32)}])

@@ -129,9 +129,7 @@ def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) ->
 
 
 @pytest.mark.parametrize(("flags", "provider"), [((), NNAPI), (("NNAPI_FLAG_CPU_DISABLED",), CPU_PROVIDER)])
-def test_a_driver_of_an_older_feature_level_takes_fewer_operations(
-    flags: tuple[str, ...], provider: str, tmp_path: Path, work: Path
-) -> None:
+def test_an_older_driver_takes_less(flags: tuple[str, ...], provider: str, tmp_path: Path, work: Path) -> None:
     """Weights per channel need level 29. With NNAPI's CPU its level counts, which is Android's; else the driver's."""
     path = qdq_conv(tmp_path / "q.onnx", np.uint8)
     found = run_on_nnapi(path, [], work, *flags, api="31", driver=Driver(feature_level=28))
@@ -181,9 +179,7 @@ def test_pooling_over_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("level", "is_right"), [(Level.BASIC, True), (Level.ALL, False)])
-def test_saved_fusions_skip_the_transposes_of_a_changed_layout(
-    tmp_path: Path, work: Path, level: Level, is_right: bool
-) -> None:
+def test_saved_fusions_skip_transposes(tmp_path: Path, work: Path, level: Level, is_right: bool) -> None:
     # NNAPI takes the first DQ; the Transpose is then moved into the group of the Conv, which stays on the CPU.
     weights = ", ".join(map(str, np.random.default_rng(3).integers(-100, 100, 108)))
     path = text_model(
@@ -258,9 +254,7 @@ def test_a_session_fails_exactly_where_check_says_so(spelling: str, weight: str,
     assert compare_placement(check_model(fixed, target), again, device).disagreements == ()
 
 
-def test_without_litert_nnapi_is_skipped_with_the_command_and_still_observed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_litert_nnapi_is_skipped_and_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target("nnapi")
     require_device("android:x86_64", target)
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)  # as if it were not installed

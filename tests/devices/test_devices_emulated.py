@@ -85,7 +85,7 @@ def test_values_are_rounded_as_the_provider_would(case: str, tmp_path: Path, wor
         ("qnn", LEFT_IN_FLOAT, HIGH.astype(np.float16), -np.inf),
     ],
 )
-def test_what_a_file_keeps_in_float32_is_rounded_where_the_provider_computes_halves_only(
+def test_float32_is_rounded_to_half(
     target: str, body: str, x: Array, wanted: float, tmp_path: Path, work: Path
 ) -> None:
     got = run_one(text_job(tmp_path / "m.onnx", body, x, target=target), work)

@@ -43,9 +43,7 @@ def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", ["host", "android:x86_64"])
 @pytest.mark.parametrize(("concurrency", "io_binding"), [(1, True), (3, True)])
-def test_runs_at_once_and_bound_ones_give_the_same(
-    name: str, concurrency: int, io_binding: bool, tmp_path: Path, work: Path
-) -> None:
+def test_parallel_runs_are_the_same(name: str, concurrency: int, io_binding: bool, tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
     way = msgspec.structs.replace(job, repeat=8, threads=1, concurrency=concurrency, io_binding=io_binding)
     run = require_device(name, TARGETS[name]).run_job(way, work)

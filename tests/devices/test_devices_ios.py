@@ -155,9 +155,7 @@ def test_the_provider_itself_places_the_nodes(device: IosSimulator, model_format
 
 
 @pytest.mark.parametrize(("ios", "taken"), [("15", False), ("16", True)])
-def test_the_release_of_ios_is_what_the_target_says(
-    device: IosSimulator, ios: str, taken: bool, tmp_path: Path
-) -> None:
+def test_the_target_says_the_release_of_ios(device: IosSimulator, ios: str, taken: bool, tmp_path: Path) -> None:
     """Core ML 6, which came with iOS 16, has 16-bit inputs of operators that Core ML 5 has not."""
     body = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
     body += " { y = Slice(x, s, e, a) }"
@@ -190,9 +188,7 @@ def test_the_format_neural_network_is_placed_and_not_computed(device: IosSimulat
     assert (seen.device, seen.failure, seen.taken) == ("ios-sim", None, seen.nodes)
 
 
-def test_an_exception_of_onnxruntime_comes_back_in_its_own_words(
-    device: IosSimulator, tmp_path: Path, work: Path
-) -> None:
+def test_an_exception_of_onnxruntime_keeps_its_words(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     """It is thrown and caught inside the library, through frames that Apple's compiler described."""
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no model")
@@ -204,9 +200,7 @@ def test_an_exception_of_onnxruntime_comes_back_in_its_own_words(
 
 
 @pytest.mark.usefixtures("device")
-def test_a_library_that_is_damaged_is_a_refusal_and_not_a_crash(
-    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_library_is_a_refusal(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = LOADER.folder
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     shutil.copytree(kept, LOADER.folder)
@@ -224,9 +218,7 @@ def test_an_unknown_option_is_refused_before_the_run(device: IosSimulator, tmp_p
         device.run_job(msgspec.structs.replace(job, target=target), work)
 
 
-def test_the_program_is_computed_in_the_precision_that_it_declares(
-    device: IosSimulator, tmp_path: Path, work: Path
-) -> None:
+def test_a_program_is_computed_in_its_precision(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     """The weights of a float16 model become halves in the program; a float32 one is computed as it stands."""
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
     run = device.run_job(job, work)
@@ -235,9 +227,7 @@ def test_the_program_is_computed_in_the_precision_that_it_declares(
     assert_same_as_cpu(run, job, 5e-5)
 
 
-def test_the_program_that_the_provider_writes_is_computed_not_the_graph(
-    device: IosSimulator, tmp_path: Path, work: Path
-) -> None:
+def test_the_providers_program_is_computed(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     """It writes Reciprocal as 1 / (x + 0.0001)."""
     model = text_model(tmp_path / "r.onnx", "(float[1,4,8,8] x) => (float[1,4,8,8] y) { y = Reciprocal(x) }")
     job = make_job(model, "coreml", precision="fp32")

@@ -60,9 +60,7 @@ def job(tmp_path: Path) -> Job:
     return make_job(float_conv(tmp_path / _HOSTILE), "xnnpack", noise_samples(5), precision="fp32")
 
 
-def test_a_phone_computes_what_its_onnx_runtime_computes(
-    phone: Phone, job: Job, work: Path, host_runner: NativeRunner
-) -> None:
+def test_a_phone_computes_as_its_runtime_does(phone: Phone, job: Job, work: Path, host_runner: NativeRunner) -> None:
     device, machine = phone.device, phone.machine
     assert device.find_missing() is None
     assert (device.name, device.evidence) == (f"adb:{device.serial}", Evidence.SAME_ARCH)
@@ -187,9 +185,7 @@ def negate_weights(proto: onnx.ModelProto) -> None:
 
 
 @pytest.mark.long
-def test_a_phone_and_a_board_give_their_layers(
-    phone: Phone, native_board: SshDevice, tmp_path: Path, work: Path
-) -> None:
+def test_phones_and_boards_give_layers(phone: Phone, native_board: SshDevice, tmp_path: Path, work: Path) -> None:
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(3))
     honest = find_device_layer(native_board, job, work / "honest")
     # The result of the layer, and the output of the model that is dequantized from it.
@@ -215,9 +211,7 @@ def long_job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize("fault", _marked(ADB_FAULTS))
-def test_each_fault_of_adb_is_reported(
-    fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: NativeRunner
-) -> None:
+def test_adbs_faults_are_told(fault: Fault, adb: Adb, long_job: Job, work: Path, host_runner: NativeRunner) -> None:
     with start_machine(arm=False, adb=True, space_bytes=fault.space_bytes) as machine:
         fault.prepare(machine)
         if fault.early:

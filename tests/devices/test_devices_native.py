@@ -70,9 +70,7 @@ def test_the_runner_is_small(abi: str) -> None:
         pytest.param("arm64:native", "arm64", "qdq", marks=pytest.mark.long),
     ],
 )
-def test_the_native_runner_gives_the_same_bits_as_the_one_in_python(
-    tmp_path: Path, native: str, python: str, kind: str
-) -> None:
+def test_the_native_runner_gives_pythons_bits(tmp_path: Path, native: str, python: str, kind: str) -> None:
     path = tmp_path / "f.onnx"
     job = make_job(float_conv(path) if kind == "float" else qdq_conv(path, np.uint8), "nnapi")
     got = run_in(require_device(native, "nnapi"), job, tmp_path / "a")
@@ -286,7 +284,7 @@ def test_the_binary_files_of_a_context_are_those_that_its_nodes_name(tmp_path: P
         ("none.bin", "needs external data 'none.bin', which is missing"),
     ],
 )
-def test_a_context_outside_its_folder_is_refused_by_every_command(
+def test_an_outer_context_is_refused(
     tmp_path: Path, refused: Callable[..., str], name: str | bytes, words: str
 ) -> None:
     (tmp_path.parent / "secret").write_bytes(b"of somebody else")

@@ -55,9 +55,7 @@ def test_remote_devices_run_side_by_side_and_one_device_or_machine_does_not() ->
 @pytest.mark.parametrize(
     ("cores", "free_bytes", "slots"), [(2, 64 << 30, 4), (8, 4 << 30, 2), (8, 1 << 20, 1), (4, None, 4)]
 )
-def test_this_machine_runs_as_many_at_once_as_cores_and_memory_allow(
-    cores: int, free_bytes: int | None, slots: int
-) -> None:
+def test_as_many_run_at_once_as_cores_and_memory_allow(cores: int, free_bytes: int | None, slots: int) -> None:
     assert count_slots(cores, free_bytes) == slots
 
 

@@ -196,9 +196,7 @@ def test_a_phone_and_a_board_bring_the_trace_back_and_keep_nothing(
         (-1, b"", "malformed"),
     ],
 )
-def test_a_false_statement_about_a_trace_is_detected(
-    size: int, trace: bytes, says: str, tmp_path: Path, work: Path
-) -> None:
+def test_a_false_word_of_a_trace_is_found(size: int, trace: bytes, says: str, tmp_path: Path, work: Path) -> None:
     last = encode_report(latency_ms=[1] * 6, trace_bytes=size)
     failure = run_fake_program(work, OUTPUTS * 3 + last + trace, job=traced(tmp_path), by_files=False).failure
     assert says in present(failure)
@@ -232,9 +230,7 @@ def test_a_crash_is_named_with_the_last_words(work: Path) -> None:
     ],
     ids=["died", "no emulator", "hung", "ended", "refused, then died", "died with the first sample"],
 )
-def test_only_an_emulator_whose_program_died_has_crashed(
-    work: Path, program: str, status: str, emulates: bool, crashed: bool
-) -> None:
+def test_only_an_emulator_can_crash(work: Path, program: str, status: str, emulates: bool, crashed: bool) -> None:
     said = encode_report(status=status, latency_ms=[]) if status else b""
     run = run_fake_program(work, said, program, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
     assert run.failure is not None

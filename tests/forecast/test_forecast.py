@@ -196,9 +196,7 @@ def test_open_sizes_are_asked_for(
         (["--max-ms", "nan"], "no number"),
     ],
 )  # fmt: skip
-def test_unknown_names_are_refused_with_the_nearest_valid_one(
-    arguments: list[str], said: str, refused: Callable[..., str]
-) -> None:
+def test_unknown_names_get_the_nearest_one(arguments: list[str], said: str, refused: Callable[..., str]) -> None:
     assert said in refused("forecast", str(MODEL), *arguments)
 
 

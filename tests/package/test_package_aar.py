@@ -85,9 +85,7 @@ def test_the_archive_carries_what_its_loader_opens_and_tests_once(unpacked: Path
     assert sum(path.stat().st_size for path in list_files(unpacked).values()) <= 1.5 * sum(models.values())
 
 
-def test_the_archive_is_the_same_to_the_byte_and_the_report_says_what_a_store_checks(
-    repository: Path, bundles: Path, tmp_path: Path
-) -> None:
+def test_the_archive_repeats_and_says_what_stores_check(repository: Path, bundles: Path, tmp_path: Path) -> None:
     again = (bundles / QNN, bundles / NNAPI, bundles / XNNPACK)
     report = package_bundles(again, "aar", tmp_path / "again", runtime=find_runtime())
     assert digest_file(_only(repository, "*.aar")) == digest_file(_only(tmp_path / "again", "*.aar"))
@@ -158,9 +156,7 @@ def test_classes_that_the_loader_does_not_fit_are_named(bundles: Path, tmp_path:
 
 
 @pytest.mark.long
-def test_the_declarations_of_android_compile_to_the_classes_that_android_gives(
-    repository: Path, unpacked: Path, tmp_path: Path
-) -> None:
+def test_androids_declarations_compile_to_its_classes(repository: Path, unpacked: Path, tmp_path: Path) -> None:
     unpack_archive(_only(repository, "*-sources.jar"), tmp_path / "source")
     unpack_archive(unpacked / "classes.jar", tmp_path / "ours")
     path = join_jars(find_runtime().classes, fetch_jar(ANDROID))
@@ -196,9 +192,7 @@ def test_the_java_loader_says_why_a_bundle_cannot_be_opened(java: list[str], unp
     assert "XNNPACK" in shown
 
 
-def test_without_a_java_compiler_the_error_names_the_package(
-    bundles: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lacking_javac_is_told(bundles: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", "")
     said = refused("package", str(bundles / QNN), "--allow-failed", "--as", "aar", "--out", "no")

@@ -102,9 +102,7 @@ def wrap_usage(readme: str) -> str:
     )
 
 
-def test_the_java_loader_opens_the_first_bundle_that_the_phone_can_run(
-    java: Sequence[str], unpacked: Path, tmp_path: Path
-) -> None:
+def test_java_opens_the_first_bundle_that_runs(java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
     shown, operations = run_neural([*java, unpacked / "assets" / PACKAGE, tmp_path, "open", "-"], tmp_path)
     assert f"not opened: {QNN}: give the library of QNNExecutionProvider" in shown
     assert f"{NNAPI}: self-test passed with" in shown
@@ -144,9 +142,7 @@ def test_the_java_loader_names_an_altered_file(name: str, java: Sequence[str], u
     assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
 
 
-def test_the_java_loader_unpacks_a_file_again_that_was_altered_on_the_device(
-    java: Sequence[str], unpacked: Path, tmp_path: Path
-) -> None:
+def test_java_unpacks_an_altered_file_again(java: Sequence[str], unpacked: Path, tmp_path: Path) -> None:
     run_check(java, unpacked, tmp_path, "open", XNNPACK, "--cpu")
     (model,) = tmp_path.rglob("model.onnx")
     whole = model.read_bytes()

@@ -144,9 +144,7 @@ def assert_close(got: Sequence[Tensors], wanted: Sequence[Tensors]) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 12])
-def test_the_cpp_loader_pads_a_sample_picks_a_size_and_cuts_its_outputs(
-    program: list[str | Path], sized: Bundle, length: int
-) -> None:
+def test_the_cpp_loader_pads_picks_and_cuts(program: list[str | Path], sized: Bundle, length: int) -> None:
     assert_close(read_arrays(run_program([*program, "sizes", str(length)])), [run_sized(sized, length)])
 
 
@@ -158,9 +156,7 @@ def test_the_cpp_loader_feeds_state_back(program: list[str | Path], stepped: Bun
     assert_close(read_arrays(run_program([*program, "steps", "5"])), run_stepped(stepped, 5))
 
 
-def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
-    program: list[str | Path], batches: Bundle
-) -> None:
+def test_the_cpp_loader_keeps_sessions_warm(program: list[str | Path], batches: Bundle) -> None:
     shown = run_program([*program, "warm", "3"])
     session = CpuSession(batches.find_model("onnx"), SessionSettings())
     samples = [
@@ -192,9 +188,7 @@ def java(sized: Bundle, stepped: Bundle, make_once: MakeOnce, tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_the_java_loader_pads_picks_a_size_cuts_and_feeds_state_back(
-    java: list[str | Path], sized: Bundle, stepped: Bundle
-) -> None:
+def test_the_java_loader_pads_picks_and_cuts(java: list[str | Path], sized: Bundle, stepped: Bundle) -> None:
     first, *steps = read_arrays(run_program([*java, "5", "4"]))
     # The first step of the second bundle has other names than the first bundle's outputs, all but `y`.
     assert_close([first], [run_sized(sized, 5)])

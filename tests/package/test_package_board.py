@@ -150,9 +150,7 @@ def test_the_loaders_name_an_altered_file(name: str, program: Path, damaged: Pat
         assert f"'{name}' of bundle '{XNNPACK}' was altered" in run_program([*command, *options], code=1)
 
 
-def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no(
-    board: Path, bundles: Path, tmp_path: Path
-) -> None:
+def test_the_cpp_loader_passes_keys_on_and_can_say_no(board: Path, bundles: Path, tmp_path: Path) -> None:
     require_program("clang++", "clang")
     source, out = HERE / "standalone" / "check_loader.cc", tmp_path / "check_loader"
     run_program(["clang++", *WARNINGS, "-I", board / "cpp", source, "-o", out, "-ldl"])
@@ -223,9 +221,7 @@ def test_tuned_settings_reach_the_session_on_machines_of_their_class(bundles: Pa
 
 
 @pytest.mark.parametrize(("name", "extras"), [(XNNPACK, ("golden",)), (XNNPACK, ("all",)), (QNN, ("forms", "onnx"))])
-def test_extra_files_of_a_bundle_are_packed_on_request(
-    name: str, extras: tuple[Extra, ...], bundles: Path, tmp_path: Path
-) -> None:
+def test_extra_files_are_packed_if_asked(name: str, extras: tuple[Extra, ...], bundles: Path, tmp_path: Path) -> None:
     report = package_bundles((bundles / name,), "tar", tmp_path / "more.tar", extras=extras)
     unpack_archive(tmp_path / "more.tar", tmp_path / "more")
     manifest = open_bundle(bundles / name).manifest
@@ -254,9 +250,7 @@ def test_an_unknown_kind_of_extra_files_is_refused() -> None:
 
 
 @pytest.mark.long
-def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpp_loader_gives_all_providers_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_program("g++", "g++")
     model = parse_model("g (float[1,8] x) => (float[1,8] y) { y = Relu(x) }", tmp_path / "m.onnx")
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))

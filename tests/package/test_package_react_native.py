@@ -168,9 +168,7 @@ def test_session_options_of_the_manifest_are_translated_for_the_plug_in(package:
         (CPU, {"provider_options": {"intra_op_num_threads": "2"}}, "'intra_op_num_threads=2'"),
     ],
 )
-def test_a_bundle_with_options_that_the_plug_in_lacks_is_refused(
-    name: str, change: Mapping[str, Any], reason: str | None, bundles: Path
-) -> None:
+def test_unknown_options_are_refused(name: str, change: Mapping[str, Any], reason: str | None, bundles: Path) -> None:
     manifest = open_bundle(bundles / name).manifest
     assert find_unsupported(manifest) is None
     said = find_unsupported(msgspec.structs.replace(manifest, **change))
@@ -195,9 +193,7 @@ def test_readme_and_package_name_versions_that_the_bundles_can_use(package: Path
     assert locked["onnxruntime-react-native"] == PLUGIN
 
 
-def test_the_same_bundles_give_the_same_package_and_a_name_npm_takes(
-    package: Path, bundles: Path, tmp_path: Path
-) -> None:
+def test_equal_bundles_give_an_equal_package(package: Path, bundles: Path, tmp_path: Path) -> None:
     package_bundles((bundles,), "react-native", tmp_path / "again")
     assert read_all(package) == read_all(tmp_path / "again")
     package_bundles((bundles / CPU,), "react-native", tmp_path / "named", names=Identity(name="Digits"))

@@ -152,9 +152,7 @@ def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
 
 
 @pytest.mark.long
-def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same_bytes(
-    built_wheel: Path, demo: BuildReport, tmp_path: Path
-) -> None:
+def test_the_wheel_runs_the_demo_and_gives_the_same_bytes(built_wheel: Path, demo: BuildReport, tmp_path: Path) -> None:
     place = tmp_path / "env"
     venv.create(place, symlinks=True)
     uv = [sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--offline", "--no-cache", "--python"]
@@ -234,9 +232,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.onnx", "nan.npz"]
 
 
-def test_a_check_covers_each_target_and_a_quantized_model_is_one_file(
-    small: tuple[Path, Data], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_check_covers_each_target(small: tuple[Path, Data], tmp_path_factory: pytest.TempPathFactory) -> None:
     summary = check_targets(MODEL, Recipe())
     assert set(summary.targets) == set(find_group("all"))
     out = tmp_path_factory.mktemp("one")
@@ -266,9 +262,7 @@ def test_quantizing_alone_makes_what_a_build_makes(tmp_path: Path) -> None:
         assert load_model(out).sha256 == open_bundle(present(bundle.path)).manifest.ancestry.quantized
 
 
-def test_a_model_that_is_quantized_already_is_taken_as_it_is(
-    small: tuple[Path, Data], tmp_path: Path, nnapi: str
-) -> None:
+def test_a_quantized_model_is_taken_as_it_is(small: tuple[Path, Data], tmp_path: Path, nnapi: str) -> None:
     recipe, (model, data) = Recipe(targets=(nnapi,)), small
     quantize_for(model, data, tmp_path / "q.onnx", recipe)
     (bundle,) = build(tmp_path / "q.onnx", data, tmp_path / "out", recipe).bundles
@@ -356,9 +350,7 @@ def test_a_bundle_for_any_x64_passes_without_vnni(saturating: tuple[Path, Data, 
 
 
 @pytest.mark.long
-def test_a_bundle_for_vnni_fails_without_it_and_is_told_why(
-    saturating: tuple[Path, Data, Recipe], tmp_path: Path
-) -> None:
+def test_a_bundle_for_vnni_says_why_it_fails(saturating: tuple[Path, Data, Recipe], tmp_path: Path) -> None:
     path, data, recipe = saturating
     recipe = msgspec.structs.replace(recipe, settings={"arch": "x64-vnni"})
     build(path, data, tmp_path / "out", recipe, verify=False)

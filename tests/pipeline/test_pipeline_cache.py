@@ -126,9 +126,7 @@ def test_a_finished_calibration_is_read_and_gives_the_same_bytes(folder: Path) -
         pytest.param(4, signal.SIGINT, 130, marks=pytest.mark.long),
     ],
 )
-def test_a_killed_command_goes_on_and_gives_the_same_bytes(
-    folder: Path, number: int, sent: signal.Signals, code: int
-) -> None:
+def test_a_killed_command_goes_on(folder: Path, number: int, sent: signal.Signals, code: int) -> None:
     (folder / "slow.py").write_text(SLOW.format(seconds=0.03) + HANGING.format(number=number))
     arguments = ["quantize", "m.onnx", "--data", "slow:endless", "--target", "nnapi", "--method", "mse"]
     command = [sys.executable, "-m", "edgekit", *arguments, "--cache", "cache", "--out", "q.onnx"]

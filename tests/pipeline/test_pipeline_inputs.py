@@ -54,9 +54,7 @@ def test_an_input_is_frozen_though_the_data_still_contain_it(tmp_path: Path) -> 
         build(model, Data(source=str(tmp_path / "odd.npz")), tmp_path / "no", recipe, verify=False)
 
 
-def test_the_command_line_freezes_and_takes_whole_shapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
-) -> None:
+def test_options_freeze_and_give_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     model, data = _write(tmp_path)
     words = ["--target", "xnnpack", "--shape", "x=1,4"]
     out = ["--data", str(data), "--freeze", "rate=16000", "--no-verify", "--out", str(tmp_path / "out"), "--json"]

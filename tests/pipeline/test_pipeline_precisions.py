@@ -89,9 +89,7 @@ def test_nodes_that_lose_the_values_of_the_outputs_stay_in_float32(tmp_path: Pat
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_no_node_is_said_to_stay_in_float32_where_the_provider_computes_halves(
-    tmp_path: Path, precision: Literal["fp16", "fp32"]
-) -> None:
+def test_a_provider_of_halves_keeps_no_node_in_float32(tmp_path: Path, precision: Literal["fp16", "fp32"]) -> None:
     """Qualcomm's HTP computes float32 nodes in half precision too."""
     np.savez(tmp_path / "data.npz", x=images())
     path, data = write_net(tmp_path / "net.onnx"), Data(source=str(tmp_path / "data.npz"))
@@ -164,9 +162,7 @@ LOGARITHM = (
 
 
 @pytest.mark.parametrize(("least", "target", "is_lost"), [(-6, "qnn", True), (-1, "qnn", False), (-6, "cpu", False)])
-def test_a_float_part_that_half_precision_does_not_hold_is_named(
-    least: float, target: str, tmp_path: Path, *, is_lost: bool
-) -> None:
+def test_a_float_part_beyond_half_is_named(least: float, target: str, tmp_path: Path, *, is_lost: bool) -> None:
     rng = np.random.default_rng(0)
     weights = ",".join(f"{each:.3f}" for each in rng.normal(size=128))
     path = parse_model(LOGARITHM.replace("WEIGHTS", weights), tmp_path / "net.onnx")
@@ -218,9 +214,7 @@ def test_the_session_option_that_keeps_float_weights_between_q_and_dq_is_set(tmp
 
 
 @pytest.mark.parametrize(("activation", "zero", "stored"), [("uint8", 128, "uint8"), ("int8", 0, "int8")])
-def test_weights_of_a_gemm_become_unsigned_where_nnapi_then_takes_it(
-    activation: str, zero: int, stored: str, tmp_path: Path
-) -> None:
+def test_weights_become_unsigned_for_nnapis_gemm(activation: str, zero: int, stored: str, tmp_path: Path) -> None:
     model = parse_model(
         "g (float[1,3] x) => (float[1,4] y)"
         f" <float xs = {{0.02}}, {activation} xz = {{{zero}}}, float ys = {{0.1}}, {activation} yz = {{{zero}}},"

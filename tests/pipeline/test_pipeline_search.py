@@ -91,9 +91,7 @@ def test_a_search_stops_at_the_first_plan_that_is_good_enough(searched: tuple[Pa
     assert report.predicted.drop_estimate <= 0.2
 
 
-def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(
-    searched: tuple[Path, QuantizeReport], tmp_path: Path
-) -> None:
+def test_a_search_goes_on_from_its_own_state(searched: tuple[Path, QuantizeReport], tmp_path: Path) -> None:
     folder = shutil.copytree(searched[0], tmp_path / "again")
     steps: list[str] = []
     (folder / "q.onnx").unlink()
@@ -108,9 +106,7 @@ def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(
 
 
 @pytest.mark.parametrize("how", ["drop", "version", "range", "pipe"])
-def test_a_state_that_was_changed_is_refused_before_work_starts(
-    searched: tuple[Path, QuantizeReport], tmp_path: Path, how: str
-) -> None:
+def test_a_changed_state_is_refused(searched: tuple[Path, QuantizeReport], tmp_path: Path, how: str) -> None:
     path = shutil.copytree(searched[0], tmp_path / "changed") / "state.json"
     stored = json.loads(path.read_text())
     if how == "drop":
@@ -144,9 +140,7 @@ def test_a_state_of_other_labels_is_refused(small: tuple[Path, Data], tmp_path: 
         quantize_for(model, labelled, tmp_path / "q.onnx", recipe, options)
 
 
-def test_a_plan_that_is_applied_gives_the_bytes_of_the_run_that_made_it(
-    small: tuple[Path, Data], tmp_path: Path
-) -> None:
+def test_an_applied_plan_gives_the_same_bytes(small: tuple[Path, Data], tmp_path: Path) -> None:
     planned = plan_for(*small, RECIPE)
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(planned))
     quantize_for(*small, tmp_path / "one.onnx", RECIPE)

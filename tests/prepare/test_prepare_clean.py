@@ -211,9 +211,7 @@ def test_what_cannot_be_split_stays(tmp_path: Path, nodes: str) -> None:
 
 
 @pytest.mark.parametrize(("axis", "kept"), [(3, 13), (-1, 13), (2, 11)])
-def test_an_old_qlinear_softmax_over_the_last_axis_gets_the_definition_of_today(
-    tmp_path: Path, axis: int, kept: int
-) -> None:
+def test_an_old_qlinear_softmax_gets_the_definition_of_today(tmp_path: Path, axis: int, kept: int) -> None:
     """ONNX Runtime moves a Transpose through it, and then the old definition runs over all axes behind."""
     text = f"""g (float[1,4,3,5] x) => (float[1,4,3,5] y)
         <float s = {{0.0625}}, uint8 z = {{0}}, float p = {{0.00390625}}>
@@ -496,9 +494,7 @@ def test_what_an_older_opset_has_not_or_means_otherwise_is_refused(own: int, ops
         (22, 20, "GridSample(x, g)", []),
     ],
 )
-def test_what_an_older_opset_has_stays_without_the_defaults_that_it_lacks(
-    own: int, opset: int, node: str, left: list[str], tmp_path: Path
-) -> None:
+def test_an_older_opset_lacks_defaults(own: int, opset: int, node: str, left: list[str], tmp_path: Path) -> None:
     text = f"g (float[2,4,4,4] x, float t, float[2,4,4,2] g) => (y) {{ y = {node} }}"
     model = make_model(text, tmp_path / "m.onnx", opset=own)
     lowered, inputs = convert_opset(onnx.load(str(model.path)), opset), make_inputs(model)
@@ -560,9 +556,7 @@ def test_an_older_model_needs_no_import_of_the_operators_of_onnx_runtime(tmp_pat
         (99, 21, TensorProto.FLOAT, None, MAX_IR_VERSION),
     ],
 )
-def test_the_ir_version_is_the_oldest_of_the_opset_and_the_element_types(
-    ir_version: int, opset: int, kind: int, newest: int | None, lowered: int
-) -> None:
+def test_the_ir_version_is_lowered(ir_version: int, opset: int, kind: int, newest: int | None, lowered: int) -> None:
     """As onnx's table of versions pairs them: opset 20 came with IR version 9, and UINT4 with 10."""
     weight = TensorProto(name="w", data_type=kind, dims=[0])
     proto = helper.make_model(helper.make_graph([], "g", [], [], [weight]), ir_version=ir_version)

@@ -418,7 +418,7 @@ def test_a_value_inside_the_graph_becomes_an_input(tmp_path: Path) -> None:
         (["y"], {"N": 3}, "'y' is an output, and cannot be an input too.*name a value before it"),
     ],
 )
-def test_inputs_that_leave_something_unknown_are_refused(
+def test_inputs_that_leave_gaps_are_refused(
     names: list[str], dims: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     model = make_model(SPECTRUM, tmp_path / "m.onnx")

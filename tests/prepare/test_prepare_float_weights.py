@@ -170,9 +170,7 @@ FLOAT = {"Add", "Attention", "Conv", "Gather", "Identity", "Loop", "LSTM", "MatM
 @pytest.mark.parametrize("unsigned", [False, True])
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_dynamically_quantized_model_is_made_float(
-    kind: str, per_channel: bool, unsigned: bool, tmp_path: Path
-) -> None:
+def test_a_dynamic_quantized_model_is_float(kind: str, per_channel: bool, unsigned: bool, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     text, shapes = MODELS[kind]
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

@@ -54,9 +54,7 @@ def test_a_weight_that_is_cut_off_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_a_model_worked_on_outside_of_memory_becomes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
-) -> None:
+def test_a_model_outside_memory_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool) -> None:
     model = make_layers(tmp_path / "m.onnx", external=external)
     made: list[Path] = []
     for at_least in (1 << 40, 0):
@@ -200,9 +198,7 @@ def test_trees_of_the_newer_operator_stay(tmp_path: Path) -> None:
 # GroupNormalization takes two passes of optimization.
 @pytest.mark.parametrize("middle", ["n = Relu(x)", "n = GroupNormalization<num_groups = 2>(x, s, b)"])
 @pytest.mark.parametrize("external", [False, True])
-def test_beside_a_weight_that_must_stay_the_others_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool, middle: str
-) -> None:
+def test_needed_weights_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool, middle: str) -> None:
     monkeypatch.setattr(models, "LARGE_BYTES", 0)
     weights = {"table": np.ones((1000, 64), np.float32), "up": np.ones((64, 1024), np.float32)}
     text = f"""g (int64[4,2] i) => (float[4,2,1024] y) <float[2] s = {{1,1}}, float[2] b = {{0,0}}>

@@ -111,9 +111,7 @@ def step(op: str, inputs: list[tuple[int, ...]], output: tuple[int, ...]) -> Ste
         ("Add", [(4, 4), (4, 4)], (4, 4), 0),
     ],
 )
-def test_work_is_counted_from_shapes(
-    op: str, inputs: list[tuple[int, ...]], output: tuple[int, ...], macs: int
-) -> None:
+def test_shapes_tell_the_work(op: str, inputs: list[tuple[int, ...]], output: tuple[int, ...], macs: int) -> None:
     assert count_work(step(op, inputs, output)) == macs
 
 

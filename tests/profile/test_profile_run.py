@@ -56,9 +56,7 @@ def profile(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_profile_names_every_kernel_and_adds_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path
-) -> None:
+def test_a_profile_names_all_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     model = qdq_conv(tmp_path / "q.onnx", activation=np.int8)
     html, trace = tmp_path / "p.html", tmp_path / "t.json"
     report = profile([str(model), *NATIVE, "--html", str(html), "--trace", str(trace)], capsys)

@@ -44,9 +44,7 @@ def quantize(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_node_is_quantized_and_close_to_float(
-    net: Model, calibration: Calibration, target: str, tmp_path: Path
-) -> None:
+def test_every_node_is_near_float(net: Model, calibration: Calibration, target: str, tmp_path: Path) -> None:
     quantized = quantize(net, calibration, target, tmp_path)
     assert [node.op for node in quantized.float_nodes] == (["Softmax"] if target == "xnnpack" else [])
     assert quantized.quantized_nodes == 9 - len(quantized.float_nodes)
@@ -181,9 +179,7 @@ def test_an_if_and_its_branches_stay_float(tmp_path: Path) -> None:
     assert op_types(quantized.model).count("If") == 1
 
 
-def test_only_what_ort_itself_raises_is_called_its_refusal(
-    net: Model, calibration: Calibration, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_ort_refuses(net: Model, calibration: Calibration, capsys: pytest.CaptureFixture[str]) -> None:
     graph = read_float_graph(net)
     plan = draft_plan(net, graph, calibration, load_target("nnapi"), "int8")
     empty = msgspec.structs.replace(plan, op_types=("Conv",), ranges={}, grids={}, axes={})

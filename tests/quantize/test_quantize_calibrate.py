@@ -214,9 +214,7 @@ def test_percentiles_of_picked_values_keep_the_error_that_is_stated(tmp_path: Pa
     assert misses <= 0.1 * 10 * 2 * 2
 
 
-def test_percentiles_are_exact_where_all_values_of_all_samples_are_counted(
-    net: Model, calibration: Calibration, tmp_path: Path
-) -> None:
+def test_percentiles_of_all_values_are_exact(net: Model, calibration: Calibration, tmp_path: Path) -> None:
     assert calibration.is_exact
     many = calibrate_model(net, random_samples(net, count=MEASURED_SAMPLES + 1), work=tmp_path / "many", fitting=False)
     assert not many.is_exact

@@ -46,9 +46,7 @@ from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
 
-def test_a_rounding_that_meets_no_numbers_is_left_out_with_its_reason(
-    net: Model, many: Calibration, tmp_path: Path
-) -> None:
+def test_a_rounding_that_meets_no_numbers_is_left_out(net: Model, many: Calibration, tmp_path: Path) -> None:
     many = msgspec.structs.replace(many, statistics=str(shutil.copytree(many.statistics, tmp_path / "spoilt")))
     shutil.rmtree(tmp_path / "spoilt" / "rounded", ignore_errors=True)
     path = tmp_path / "spoilt" / MOMENTS
@@ -193,9 +191,7 @@ def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
     CpuSession(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path, SessionSettings())
 
 
-def test_roundings_that_learn_are_tried_on_what_was_judged_quickly_and_judged_once(
-    net: Model, many: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learned_roundings_are_judged_once(net: Model, many: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, memo = draft_of(net, many, "cpu"), Memo()
     quick = judge_draft(draft, memo)
     assert [candidate.rounding for candidate in quick.candidates] == ["bias", "nearest"]
@@ -235,9 +231,7 @@ def test_roundings_that_learn_are_tried_on_what_was_judged_quickly_and_judged_on
         (40.0, 40.6, 200_000, True),
     ],
 )
-def test_second_moments_are_tried_where_they_may_gain_something(
-    reached: float, unrounded: float, weights: int, needed: bool
-) -> None:
+def test_second_moments_are_tried_if_they_may_pay(reached: float, unrounded: float, weights: int, needed: bool) -> None:
     assert needs_moments(reached, unrounded, weights) is needed
 
 
@@ -283,9 +277,7 @@ def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model,
     assert (first.quick_db, Judged(draft=draft, found=more).quick_db) == (20.0, 20.0)
 
 
-def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_ranges_of_the_one_before(
-    collapsing: tuple[Model, Calibration],
-) -> None:
+def test_a_step_of_many_tensors_keeps_the_ranges_before_it(collapsing: tuple[Model, Calibration]) -> None:
     model, calibration = collapsing
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
     before = choose_ranges(read_float_graph(model), plan, calibration, "mse", "nearest")
@@ -376,9 +368,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bounded")
-def test_with_a_bound_planning_takes_no_more_than_twice_as_many_runs(
-    net: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_bound_planning_takes_few_runs(net: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = calibrate_model(net, random_samples(net, count=24), work=tmp_path / "work")
     assert any("2 of 8 held-out samples judge" in note for note in measured.notes)
     runs, run = list[int](), CpuSession.run
@@ -463,9 +453,7 @@ def test_without_time_nothing_is_tried(net: Model, measured: Calibration) -> Non
     assert budget.left_out == ["range methods and roundings"]
 
 
-def test_each_further_look_at_the_clock_brings_more_or_the_same(
-    net: Model, measured: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_time_brings_no_less(net: Model, measured: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     tried, left = [], []
     for end in range(1, 14, 2):
         with monkeypatch.context() as patched:
@@ -481,9 +469,7 @@ def test_each_further_look_at_the_clock_brings_more_or_the_same(
     assert tried[-1] > tried[0] > 0
 
 
-def test_what_was_cut_short_is_not_remembered(
-    net: Model, measured: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_cut_is_not_remembered(net: Model, measured: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     memo = Memo(budget=Budget(end=2.5))
     with monkeypatch.context() as patched:
         patched.setattr("edgekit.progress.time", _Clock())

@@ -55,9 +55,7 @@ def test_decisions_move_whether_few_change_or_many(reference: FloatReference, tm
     assert reference.compare(add_bias(tmp_path, bias), add_bias(tmp_path, "0, 0, 0, -1")) > 0
 
 
-def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
-    reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worse_model_runs_less(reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near, bad, nearer = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0", "0.1, 0, 0, 0"))
 
     assert reference.predict_drop(near).samples == reference.predict_drop(bad).samples == 100
@@ -93,9 +91,7 @@ def test_a_model_that_is_clearly_worse_runs_over_a_part_of_the_samples(
     assert reference.look(better, rival=bad).is_whole
 
 
-def test_a_model_is_looked_at_beside_another_where_records_of_both_are_not_kept(
-    reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_records_both_run(reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near, nearer = add_bias(tmp_path, "0.2, 0, 0, 0"), add_bias(tmp_path, "0.1, 0, 0, 0")
     wanted = reference.look(nearer, rival=near)
     monkeypatch.setattr("edgekit.quantize.accuracy.predict._MOST_REMEMBERED_BYTES", 0)

@@ -102,9 +102,7 @@ LEVELS = "=> (float[1,6,70] y) { e = Concat<axis=1>(a, b) f = Concat<axis=1>(c, 
         ("(float[1,8] a) => (float[1,72] y) { y = Concat<axis=1>(a, a, a, a, a, a, a, a, a) }", [None]),
     ],
 )
-def test_a_tensor_that_is_put_together_is_judged_part_by_part(
-    tmp_path: Path, text: str, parts: list[tuple[int, int, int] | None] | int
-) -> None:
+def test_a_concat_is_judged_by_part(tmp_path: Path, text: str, parts: list[tuple[int, int, int] | None] | int) -> None:
     eight = [(1, 8 * index, 8 * index + 8) for index in range(8)]
     assert [part for _, part in parts_of(tmp_path, text)] == (eight if parts == 8 else parts)
 
@@ -143,9 +141,7 @@ def test_several_ratios_stand_for_their_mean_noise() -> None:
 
 
 @pytest.mark.parametrize(("keep", "least", "most"), [(True, 30.0, 60.0), (False, -20.0, 5.0)])
-def test_a_candidate_with_float_weights_is_judged_as_it_is_only_if_they_are_kept(
-    tmp_path: Path, keep: bool, least: float, most: float
-) -> None:
+def test_float_weights_are_judged_if_they_are_kept(tmp_path: Path, keep: bool, least: float, most: float) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float s = {0.02}, uint8 z = {128}, float t = {0.05}> {
       xq = QuantizeLinear(x, s, z) xd = DequantizeLinear(xq, s, z) h = Gemm(xd, w)
@@ -283,9 +279,7 @@ def rejected(tmp_path: Path) -> tuple[Model, Calibration]:
     return model, calibrate_model(model, samples, work=tmp_path / "work", outputs=outputs)
 
 
-def test_a_method_that_keeps_decisions_wins_over_one_that_keeps_power(
-    rejected: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_decisions_win_over_power(rejected: tuple[Model, Calibration], tmp_path: Path) -> None:
     model, calibration = rejected
     target = load_target("cpu")
     plan = plan_quantization(model, calibration, target, "int8", relieve=False)
@@ -348,9 +342,7 @@ ENLARGED = {
     ("map", "linear", "values", False), ("softmax", "linear", "", True), ("labels", "linear", "", True),
     ("labels", "nearest", "", False),
 ])  # fmt: skip
-def test_maps_of_classes_that_are_interpolated_are_not_rounded_to_8_bits_again(
-    tail: str, mode: str, kind: str, found: bool, tmp_path: Path
-) -> None:
+def test_interpolated_maps_are_not_rounded_again(tail: str, mode: str, kind: str, found: bool, tmp_path: Path) -> None:
     scales = np.array([1, 1, 2, 2], np.float32)
     constants = {"w": np.eye(5, dtype=np.float32).reshape(5, 5, 1, 1), "s": scales, "n": np.zeros(0, np.float32)}
     model = make_model(ENLARGED[tail].replace("MODE", mode), tmp_path / "m.onnx", constants=constants)
@@ -378,9 +370,7 @@ def test_maps_of_classes_that_are_interpolated_are_not_rounded_to_8_bits_again(
         ("7,5", "Sigmoid(l)", "scores"), ("7,5", "Softmax<axis=1>(l)", "classes"),
     ],
 )  # fmt: skip
-def test_an_output_is_a_map_of_decisions_if_a_sample_makes_several(
-    shape: str, tail: str, family: str, tmp_path: Path
-) -> None:
+def test_several_decisions_a_sample_are_a_map(shape: str, tail: str, family: str, tmp_path: Path) -> None:
     """Around their mean the decisions of a sample have no power if it makes only one: every plan seemed to collapse."""
     text = f"g (float[{shape}] x) => (float[{shape}] y) {{ l = Neg(x) y = {tail} }}"
     model, rng = make_model(text, tmp_path / "m.onnx"), np.random.default_rng(0)

@@ -26,9 +26,7 @@ def quantize(model: Model, calibration: Calibration, arch: str, folder: Path) ->
 
 
 @pytest.mark.parametrize("arch", SETTINGS)
-def test_every_node_with_a_kernel_runs_in_integers(
-    net: Model, calibration: Calibration, arch: str, tmp_path: Path
-) -> None:
+def test_nodes_with_kernels_run_in_integers(net: Model, calibration: Calibration, arch: str, tmp_path: Path) -> None:
     quantized = quantize(net, calibration, arch, tmp_path)
     seen = find_integer_nodes(quantized.model, signed=arch == "arm64")
     assert (quantized.float_nodes, all(seen.values()), len(seen)) == ((), True, 9)
@@ -43,9 +41,7 @@ def test_unsigned_weights_stand_for_the_same_numbers(net: Model, calibration: Ca
 
 
 @pytest.mark.parametrize("method", ["minmax", "auto"])
-def test_seven_bits_leave_room_for_two_products(
-    net: Model, calibration: Calibration, method: str, tmp_path: Path
-) -> None:
+def test_seven_bits_hold_two_products(net: Model, calibration: Calibration, method: str, tmp_path: Path) -> None:
     plan = plan_quantization(net, calibration, load_target("cpu", SETTINGS["x64-7bit"]), "int8", method=method)
     model = quantize_model(net, plan, calibration, tmp_path / "q.onnx").model
     weights = [dequantized_constants(model, tensor)[0].astype(int) for tensor in ("r1", "c2", "c3", "z")]

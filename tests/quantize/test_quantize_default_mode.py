@@ -106,9 +106,7 @@ def run_all(
         *((None, 35.0, True), (None, 25.0, False)),
     ],
 )
-def test_tensors_leave_8_bits_where_too_much_is_lost_whatever_the_ratio(
-    begin: Begin, drop: float | None, sqnr_db: float, is_enough: bool
-) -> None:
+def test_tensors_leave_8_bits_by_their_loss(begin: Begin, drop: float | None, sqnr_db: float, is_enough: bool) -> None:
 
     def measure(quantized: Model) -> Prediction:
         is_first = quantized.path.stem == "all"
@@ -129,9 +127,7 @@ def test_tensors_leave_8_bits_where_too_much_is_lost_whatever_the_ratio(
         *((0.946, Goal(most_changed=0.05), "all"), (0.894, Goal(is_given=True, most_changed=0.05), "all")),
     ],
 )
-def test_a_plan_that_changes_many_decisions_of_an_unsure_model_does_not_meet_the_goal_of_the_default_mode(
-    begin: Begin, kept: float, goal: Goal, step: str
-) -> None:
+def test_a_plan_that_changes_many_decisions_misses_the_goal(begin: Begin, kept: float, goal: Goal, step: str) -> None:
     """A recognizer of text that is sure of no line lost 0.06 points by its own confidence, and a fifth of its lines."""
 
     def keep(tried: str) -> float:
@@ -152,9 +148,7 @@ def test_fewer_decisions_may_change_where_tensors_get_16_bits(begin: Begin, targ
 
 
 @pytest.mark.parametrize(("samples", "changed", "may_meet"), [(13, 2, True), (13, 8, False), (256, 39, False)])
-def test_a_few_samples_on_which_decisions_change_by_chance_rule_no_plan_out(
-    samples: int, changed: int, may_meet: bool
-) -> None:
+def test_a_few_samples_rule_no_plan_out(samples: int, changed: int, may_meet: bool) -> None:
     """MobileNetV2 changed two of the first 13 decisions and four of 100: 8 of its tensors got 16 bits for nothing."""
     seen = predicted(0.001, sqnr_db=22.0, same=1 - changed / samples, samples=samples)
     assert Goal().may_meet(seen, 0.0) == may_meet
@@ -163,9 +157,7 @@ def test_a_few_samples_on_which_decisions_change_by_chance_rule_no_plan_out(
 
 
 @pytest.mark.parametrize(("first", "step"), [(0.0066, "all"), (0.0071, "relieve 1"), (0.009, "relieve 1")])
-def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
-    begin: Begin, first: float, step: str
-) -> None:
+def test_tensors_of_a_collapsed_model_leave_8_bits_if_that_pays(begin: Begin, first: float, step: str) -> None:
     drops = [first, 0.0049]
     search = begin(told(lambda _: drops.pop(0), 15.0))
     _, searched = run_search(search)
@@ -235,9 +227,7 @@ def draw_branches(folder: Path, branches: int) -> tuple[Model, Calibration]:
 
 
 @pytest.mark.parametrize("is_like", [True, False])
-def test_weights_are_rounded_again_once_the_noise_of_activations_hides_theirs_no_longer(
-    tmp_path: Path, is_like: bool
-) -> None:
+def test_weights_are_rounded_again_once_activations_hide_no_error(tmp_path: Path, is_like: bool) -> None:
     """GPTQ compensates an error by inputs that are alike; weights that are whole steps have no error."""
     rng, names = np.random.default_rng(5), ["x", *(f"t{index}" for index in range(1, 64)), "y"]
     rows = [f"{made} = MatMul({read}, w{index})" for index, (read, made) in enumerate(pairwise(names))]
@@ -255,9 +245,7 @@ def test_weights_are_rounded_again_once_the_noise_of_activations_hides_theirs_no
     assert [present(plan).rounding for plan in plans] == ["bias", "gptq" if is_like else "bias"]
 
 
-def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
-    deep: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_a_plan_with_too_little_in_integers_is_not_written(deep: tuple[Model, Calibration], tmp_path: Path) -> None:
     search = begin_search(deep, told(0.3), tmp_path, "xnnpack")
     first, searched = run_search(search)
     assert search.tried.keys() == {trial.step for trial in searched.trials}
@@ -270,9 +258,7 @@ def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
 
 
 @pytest.mark.parametrize(("enough_db", "steps"), [(99.0, [3, 20, 35]), (30.0, [3])])
-def test_a_step_that_cannot_gain_a_decibel_is_not_built(
-    deep: tuple[Model, Calibration], enough_db: float, steps: list[int]
-) -> None:
+def test_a_step_that_gains_nothing_is_left(deep: tuple[Model, Calibration], enough_db: float, steps: list[int]) -> None:
     """Without the worst tensor or the worst 8, by their share of the noise, at most 28.9 and 30.7 dB are reached."""
     plan = plan_quantization(*deep, load_target("qnn"), "int8", method="minmax")
     draft = open_draft(*deep, plan)
@@ -283,9 +269,7 @@ def test_a_step_that_cannot_gain_a_decibel_is_not_built(
     assert best.wide.keys() == {*tried[-1].relieved}
 
 
-def test_a_step_goes_on_from_a_plan_with_the_same_factors_of_channels(
-    deep: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_a_step_goes_on_from_a_plan_of_its_factors(deep: tuple[Model, Calibration], tmp_path: Path) -> None:
     search = begin_search(deep, told(0.3), tmp_path, "xnnpack")
     first = run_search(search)[1].trials[0]
     # Its ranges are of tensors that the first plan does not have.
@@ -336,9 +320,7 @@ def test_more_tensors_get_16_bits_as_long_as_that_pays(
     assert searched.chosen.step == chosen
 
 
-def test_where_no_few_tensors_make_the_noise_none_leave_8_bits_for_float(
-    wide: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_where_all_make_the_noise_none_leave_8_bits(wide: tuple[Model, Calibration], tmp_path: Path) -> None:
     _, few = run_search(begin_search(draw_branches(tmp_path, 2), told(0.3), tmp_path, "cpu"))
     assert [trial.step for trial in few.trials] == ["all"]
     # Of many, still more would take too much of the work out of integers.
@@ -387,9 +369,7 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(begin: Begin)
         *("moves less, misses the goal", "worse", "nothing to gain"),
     ],
 )
-def test_plain_minmax_is_taken_where_it_loses_less(
-    begin: Begin, drops: dict[str, float], moved: float, chosen: str
-) -> None:
+def test_minmax_wins_where_it_loses_less(begin: Begin, drops: dict[str, float], moved: float, chosen: str) -> None:
     steps = list[str]()
     measure = told(lambda step: drops.get(step, 0.05), steps=steps)
     search = begin(measure, compare=lambda _chosen, _minmax: moved)
@@ -427,9 +407,7 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(begin: Begin) -> No
         (0.03, "xnnpack", "no plan that was tried loses less: more samples may help"),
     ],
 )
-def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_measured(
-    begin: Begin, drop: float, target: str, advice: str
-) -> None:
+def test_advice_is_given_from_two_points_on(begin: Begin, drop: float, target: str, advice: str) -> None:
     search = begin(told(drop), target=target, may_widen=True)
     _, searched = run_all(search)
     assert searched.advice.startswith(advice)
@@ -457,9 +435,7 @@ def test_what_a_few_samples_say_of_the_advice_is_told_with_their_number(begin: B
     assert searched.advice.startswith("--precision int16: 0.00 points are lost over 48 samples, ")
 
 
-def test_a_plan_that_was_tried_is_tried_no_second_time_for_advice(
-    deep: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_a_tried_plan_is_not_tried_again_for_advice(deep: tuple[Model, Calibration], tmp_path: Path) -> None:
     steps = list[str]()
     measure = told(lambda step: 0.5 if step == "all" else 0.2, steps=steps)
     search = begin_search(deep, measure, tmp_path, "nnapi")
@@ -498,9 +474,7 @@ def draw_encoder(folder: Path) -> tuple[Model, Samples]:
 
 
 @pytest.mark.parametrize(("loudest", "is_cut"), [(10_000, True), (1, False)])
-def test_the_tail_of_an_input_is_cut_only_where_what_reads_it_is_saturated_there(
-    tmp_path: Path, loudest: int, *, is_cut: bool
-) -> None:
+def test_the_tail_of_an_input_is_cut_where_it_saturates(tmp_path: Path, loudest: int, *, is_cut: bool) -> None:
     model, _ = draw_encoder(tmp_path)
     rng = np.random.default_rng(5)
     rows = [{"x": np.exp(rng.normal(size=(10, 1, 16))).astype(np.float32)} for _ in range(32)]

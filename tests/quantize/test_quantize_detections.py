@@ -229,9 +229,7 @@ def draw_centres(seed: int, *, scale: float = 1.0) -> tuple[Tensors, Array]:
 
 @pytest.mark.parametrize(("scale", "code"), [(1.0, "centres"), (4.0, "centres and pixels")])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_maps_of_middles_shifts_and_sizes_are_read_at_their_peaks(
-    scale: float, code: str, *, channels_last: bool
-) -> None:
+def test_maps_of_middles_are_read_at_their_peaks(scale: float, code: str, *, channels_last: bool) -> None:
     outputs = [draw_centres(seed, scale=scale)[0] for seed in range(16)]
     if channels_last:
         outputs = [{name: np.moveaxis(value, 1, -1) for name, value in row.items()} for row in outputs]
@@ -309,9 +307,7 @@ def test_the_image_is_the_input_with_channels(shape: tuple[int, ...], image: tup
     ],
     ids=["same", "moved a little", "moved", "moved far", "gone", "all shrunk", "taken for another class"],
 )
-def test_a_detector_loses_what_its_boxes_move_and_what_it_takes_for_something_else(
-    moved: float, chance: float, classes: list[int], least: float, most: float
-) -> None:
+def test_a_detector_loses_by_boxes(moved: float, chance: float, classes: list[int], least: float, most: float) -> None:
     rows, rng = make_outputs("middle and size", count=20), np.random.default_rng(1)
     others = [{"y": row["y"][:, [0, 1, 2, 3, *classes]]} for row in rows]
     for row in others:
@@ -384,9 +380,7 @@ def code_angles(boxes: Array, chances: Array) -> Tensors:
     ("code", "kind", "measure"),
     [(code_masks, "masks", MASKS), (code_points, "points", POINTS), (code_angles, "values", EXTRA_VALUES)],
 )
-def test_what_lies_behind_the_scores_of_a_table_is_no_score(
-    code: Callable[[Array, Array], Tensors], kind: str, measure: str
-) -> None:
+def test_what_lies_behind_scores_is_none(code: Callable[[Array, Array], Tensors], kind: str, measure: str) -> None:
     rows = [code(*draw_places(seed)) for seed in range(6)]
     head = present(find_head(rows, (SIDE, SIDE)))
     (extra,) = head.extras

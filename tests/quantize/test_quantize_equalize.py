@@ -75,7 +75,7 @@ def test_factors_equalize_channels_and_weights(
         (("w1", "w2"), True, 64.0),  # weights with a scale for each channel are never too small
     ],
 )
-def test_weights_count_where_those_of_several_channels_share_a_scale(
+def test_shared_scales_count_weights(
     tmp_path: Path, per_channel: tuple[str, ...], depthwise: bool, factor: float
 ) -> None:
     # Of the second channel the bias takes three quarters away, so its weights of 1 beside 16 leave 0.25 of 16.
@@ -177,9 +177,7 @@ def test_a_normalisation_is_a_pair_through_the_reshapes_behind_it(tmp_path: Path
     assert [(pair.tensor, pair.reshaped, len(pair.consumers)) for pair in pairs] == [("n", ("one", "two"), 3)]
 
 
-def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
-    unequal: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_scaled_channels_have_the_ranges_of_calibration(unequal: tuple[Model, Calibration], tmp_path: Path) -> None:
     model = unequal[0]
     graph, calibration = read_float_graph(model), calibrate_twice(model, tmp_path)
     factors = choose_measured(graph, calibration)
@@ -273,9 +271,7 @@ def test_roundings_that_learn_are_tried_with_and_without_equal_channels(unequal:
 
 
 @pytest.mark.parametrize("precision", ["int16", "w4a16"])
-def test_weights_gain_by_equal_channels_whatever_activations_have(
-    unequal: tuple[Model, Calibration], precision: Precision
-) -> None:
+def test_weights_gain_by_equal_channels(unequal: tuple[Model, Calibration], precision: Precision) -> None:
     plan = plan_quantization(*unequal, load_target("qnn"), precision)
     best = {each.equalized: each.sqnr_db for each in reversed(plan.judged)}
     assert plan.factors
@@ -339,9 +335,7 @@ def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model,
 
 
 @pytest.mark.slow
-def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
-    silu_net: tuple[Model, Calibration], tmp_path: Path
-) -> None:
+def test_unequal_channels_before_a_sigmoid_come_back(silu_net: tuple[Model, Calibration], tmp_path: Path) -> None:
     memo = Memo()
     for target in (load_target("qnn"), per_tensor("nnapi"), load_target("xnnpack")):
         plan, _ = rescue(silu_net, target, tmp_path, ruined_db=8, saved_db=26, memo=memo)

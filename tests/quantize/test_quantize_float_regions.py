@@ -55,9 +55,7 @@ POWER = "re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, i
         ("c = MatMul(x, v) r = Relu(c) s = Mul(r, r) q = Sqrt(s) y = MatMul(q, u)", 0),
     ],
 )
-def test_the_nodes_before_a_log_stay_float_as_far_as_they_are_no_network(
-    body: str, floats: int, tmp_path: Path
-) -> None:
+def test_the_nodes_before_a_log_stay_float(body: str, floats: int, tmp_path: Path) -> None:
     shapes = {"wr": (64, 33), "wi": (64, 33), "mel": (33, 16), "w": (16, 4), "v": (64, 4), "u": (4, 4)}
     text = f"g (float[1,64] x) => (float[1,4] y) <float eps = {{1e-6}}> {{ {body} }}"
     given = {name: shape for name, shape in shapes.items() if f", {name})" in body}
@@ -227,9 +225,7 @@ def search_powers(folder: Path, precision: Precision, tell: Callable[[str], tupl
 
 
 @pytest.mark.parametrize(("kept", "is_float"), [(0.93, True), (0.985, False)])
-def test_as_many_decisions_may_change_before_tensors_are_in_float_as_before_they_get_16_bits(
-    tmp_path: Path, kept: float, *, is_float: bool
-) -> None:
+def test_float_is_as_strict_on_decisions_as_16_bits(tmp_path: Path, kept: float, *, is_float: bool) -> None:
     """A twentieth for qnn; the drop itself misses the goal and stays as it is."""
 
     def tell(step: str) -> tuple[float, float]:
@@ -343,9 +339,7 @@ def test_a_gemm_that_is_to_be_kept_keeps_its_sum(tmp_path: Path) -> None:
     assert kept in read_proto(light.model).graph.node
 
 
-def test_what_came_from_external_data_loads_where_weights_inside_are_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_external_data_loads_where_weights_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_residuals(tmp_path / "m.onnx", draw_weights())
     onnx.save(read_proto(model), str(tmp_path / "e.onnx"), save_as_external_data=True, location="e.data")
     # As of 64 MB and more, and of weights of 128 kB and more.
@@ -359,9 +353,7 @@ def test_what_came_from_external_data_loads_where_weights_inside_are_mapped(
 
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_a_gemm_with_any_constant_bias_gets_blocks_and_one_with_factors_none(
-    tmp_path: Path, bias: str, factor: float
-) -> None:
+def test_a_gemm_gets_blocks_with_any_bias_but_no_factors(tmp_path: Path, bias: str, factor: float) -> None:
     first, second = draw_weights()["up0"], draw_weights()["down0"]
 
     def make(path: Path, weight: Array) -> Model:

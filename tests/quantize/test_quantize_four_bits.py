@@ -143,9 +143,7 @@ def errors_of(*pairs: tuple[int, float]) -> list[WeightError]:
         (((10, 0.1), (10, 0.02)), 0.001, {"w0"}),
     ],
 )
-def test_what_costs_most_for_its_size_keeps_8_bits(
-    pairs: tuple[tuple[int, float], ...], most: float, kept: set[str]
-) -> None:
+def test_what_costs_most_keeps_8_bits(pairs: tuple[tuple[int, float], ...], most: float, kept: set[str]) -> None:
     assert choose_kept(errors_of(*pairs), most, 1e-4) == kept
 
 

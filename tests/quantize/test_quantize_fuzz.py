@@ -36,9 +36,7 @@ def test_no_random_network_ends_quantize_in_a_traceback(target: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["coreml", "nnapi", "qnn", "xnnpack"])
-def test_a_bundle_of_a_random_network_computes_it(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bundles_compute_random_networks(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for net in generate_models(range(7000, 7010), size=7, plain=False):
         path, rows = save_proto(net.proto, tmp_path / f"{net.name}.onnx").path, _draw_rows(net)
         options = [*_write_rows(net, rows, tmp_path), "--target", target, "--out", str(tmp_path / net.name)]

@@ -116,9 +116,7 @@ def test_a_computed_gain_stays_as_it_is_beside_16_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shift", [0.5, None])
 @pytest.mark.parametrize("loudest", [12, 1])
-def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(
-    tmp_path: Path, shift: float | None, loudest: float
-) -> None:
+def test_a_large_gain_is_a_product_beside_16_bits(tmp_path: Path, shift: float | None, loudest: float) -> None:
     gain = np.linspace(1, 1.1, 8).astype(np.float32)
     gain[3] = loudest
     # The loudest channel reaches one output alone, so that the other outputs show how exact their gains are.
@@ -169,9 +167,7 @@ def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(
         "a gain that two share",
     ],
 )
-def test_a_gain_becomes_a_product_where_it_loses_more_than_the_weights_behind_it(
-    text: str, products: int, tmp_path: Path
-) -> None:
+def test_a_gain_that_loses_more_than_weights_is_a_product(text: str, products: int, tmp_path: Path) -> None:
     gain = np.linspace(1, 1.1, 8).astype(np.float32)
     gain[3] = 12
     drawn: Array = np.random.default_rng(7).normal(size=(8, 8)).astype(np.float32)

@@ -269,9 +269,7 @@ def test_weights_are_rounded_with_the_moments_of_their_inputs(
 
 @pytest.mark.parametrize("rounding", ["gptq", "refit", "comq"])
 @pytest.mark.parametrize("limit", [FOUR_LIMIT, LIMIT])
-def test_weights_of_inputs_that_never_fired_are_rounded_to_the_nearest(
-    tmp_path: Path, rounding: Rounding, limit: int
-) -> None:
+def test_weights_of_dead_inputs_go_to_the_nearest(tmp_path: Path, rounding: Rounding, limit: int) -> None:
     rng, inputs = np.random.default_rng(0), 32
     seen = np.maximum(rng.normal(size=(400, inputs)) @ rng.normal(size=(inputs, inputs)), 0)
     # One is dead, and one follows another so faintly that 8 bits do not see it move.

@@ -65,7 +65,7 @@ def _as_ort_does(monkeypatch: pytest.MonkeyPatch) -> None:
     ("target", "precision"),
     [("nnapi", "int8"), ("xnnpack", "int8"), ("cpu", "int8"), ("qnn", "int8"), ("qnn", "int16")],
 )
-def test_the_bytes_are_those_of_onnxruntimes_own_search(
+def test_ort_writes_the_same_bytes(
     target: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(WEB, tmp_path / "web.onnx", WEIGHTS)

@@ -46,9 +46,7 @@ def _quantize(model: Model, folder: Path) -> bytes:
     return quantize(model, folder).model.path.read_bytes()
 
 
-def test_weights_inside_a_large_file_are_never_read_whole_and_give_the_same_bytes(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_inside_are_never_read_whole(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, plain_weight = _quantize(model, tmp_path / "plain"), read_float_graph(model).weight("w1")
     monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", 0)
     graph = read_float_graph(model)
@@ -70,9 +68,7 @@ def test_planning_reads_the_graph_that_was_calibrated_and_another_models_anew(mo
     assert {node.op_type for node in open_float_graph(other, calibration).nodes} >= {"Tanh"}
 
 
-def test_a_session_whose_weights_were_written_to_a_file_gives_the_same_and_the_file_is_gone(
-    model: Model, tmp_path: Path
-) -> None:
+def test_a_session_with_weights_in_a_file_gives_the_same(model: Model, tmp_path: Path) -> None:
     graph = read_float_graph(model)
     sample = {"u": np.random.default_rng(3).standard_normal((4, 256), np.float32)}
     found = [
@@ -83,9 +79,7 @@ def test_a_session_whose_weights_were_written_to_a_file_gives_the_same_and_the_f
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
-def test_products_do_not_saturate_with_vnni_nor_without(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_do_not_saturate_on_any_cpu(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration, plan = plan_model(model, tmp_path, "cpu")
     qdq = place_plan(open_float_graph(model, calibration), plan, "m")
     sample = {"u": np.random.default_rng(3).standard_normal((4, 256), np.float32)}
@@ -139,9 +133,7 @@ def test_an_activation_is_measured_before_the_next_but_one_is_computed(net: Mode
             assert not [first for first, _ in pairwise(places) if max(read) < first < at]
 
 
-def test_a_large_model_in_a_session_gives_the_same_and_one_that_is_cut_off_is_refused(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_in_a_session_gives_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = {"u": np.ones((4, 256), np.float32)}
     plain = CpuSession(model.path, SessionSettings()).run(sample)["y"]
     monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", 0)

@@ -27,7 +27,7 @@ from edgekit.target import Precision, load_target
 )
 def test_what_cannot_be_planned_is_refused(
     net: Model, calibration: Calibration, digest: str, precision: Precision, method: str, error: type[EdgekitError],
-    message: str,
+    message: str
 ) -> None:  # fmt: skip
     other = msgspec.structs.replace(calibration, model_sha256=digest or net.sha256)
     with pytest.raises(error, match=message):
@@ -51,9 +51,7 @@ def test_a_float_tensor_takes_its_maker_and_readers_out_of_8_bits(net: Model, ca
 
 
 @pytest.mark.parametrize("api_level", ["28", "29"])
-def test_nnapi_takes_the_convolutions_of_old_devices_with_one_scale(
-    net: Model, calibration: Calibration, tmp_path: Path, api_level: str
-) -> None:
+def test_old_devices_get_one_scale(net: Model, calibration: Calibration, tmp_path: Path, api_level: str) -> None:
     target = load_target("nnapi", {"api_level": api_level})
     plan = plan_quantization(net, calibration, target, "int8")
     assert (bool(plan.axes), plan.block) == (api_level == "29", 0)
@@ -148,9 +146,7 @@ NORMALISED = """(float[1,32] x) => (float[1,8] y) <float eps = {1e-5}> {
         ("cpu", "int8", "float"),
     ],
 )
-def test_a_variance_gets_16_bits_where_the_target_has_them_beside_8(
-    tmp_path: Path, target: str, precision: Precision, kind: str
-) -> None:
+def test_a_variance_gets_16_bits_beside_8(tmp_path: Path, target: str, precision: Precision, kind: str) -> None:
     plan = draft(tmp_path, target, NORMALISED, {"w": (32, 8)}, precision=precision, op_types=())
     why = {op for op, reason in reasons(plan).items() if "belongs to the" in reason}
     assert why == ({"ReduceMean", "Sub", "Mul", "Add", "Sqrt", "Div"} if kind == "float" else set())
@@ -187,9 +183,7 @@ def test_what_makes_or_reads_a_tensor_without_a_range_stays_float(tmp_path: Path
         ("qnn", "(int64[2] i) => (float[2,4] y) <float[1,4] k = {1,2,3,4}> { y = Gather(k, i) }", False),
     ],
 )
-def test_what_only_follows_is_quantized_alone_by_the_rules_of_qnn_and_a_table_by_none(
-    tmp_path: Path, target: str, body: str, quantizes: bool
-) -> None:
+def test_what_only_follows_is_quantized_for_qnn(tmp_path: Path, target: str, body: str, quantizes: bool) -> None:
     if quantizes:
         assert not draft(tmp_path, target, body).float_nodes
     else:
@@ -208,9 +202,7 @@ def test_what_only_follows_is_quantized_alone_by_the_rules_of_qnn_and_a_table_by
     ],
     ids=["its own", "shared with a layer", "read by a sum", "computed", "in double precision"],
 )
-def test_only_a_constant_weight_of_one_layer_gets_a_scale_per_channel(
-    tmp_path: Path, body: str, axes: dict[str, int]
-) -> None:
+def test_only_a_layers_constant_gets_scales_per_channel(tmp_path: Path, body: str, axes: dict[str, int]) -> None:
     text = f"(float[8,8] x) => (float[8,8] y) <double[1,1] u = {{2}}> {{ {body} }}"
     assert draft(tmp_path, "cpu", text, {"w": (8, 8)}).axes == axes
     assert draft(tmp_path, "cpu", text, {"w": (8, 8)}, per_channel_ops=("Conv",)).axes == {}
@@ -227,9 +219,7 @@ def test_a_single_number_times_a_weight_has_one_scale(tmp_path: Path) -> None:
     ("target", "precision", "wide"),
     [("qnn", "int8", {"w", "r", "b"}), ("qnn", "int16", set[str]()), ("cpu", "int8", set[str]())],
 )
-def test_constants_of_recurrent_nodes_get_16_bits_where_activations_have_8(
-    tmp_path: Path, target: str, precision: Precision, wide: set[str]
-) -> None:
+def test_recurrent_constants_get_16_bits(tmp_path: Path, target: str, precision: Precision, wide: set[str]) -> None:
     text = """(float[5,1,3] x) => (float[5,1,1,2] z) {
       a = Neg(x) m = Mul(a, a) y = LSTM<hidden_size=2>(m, w, r, b) z = Neg(y) }"""
     shapes: dict[str, tuple[int, ...]] = {"w": (1, 8, 3), "r": (1, 8, 2), "b": (1, 16)}

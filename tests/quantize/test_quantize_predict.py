@@ -93,9 +93,7 @@ def test_samples_are_read_once_more_and_the_float_model_never_runs_again(samples
         away.rename(good.path)
 
 
-def test_outputs_that_memory_does_not_hold_lie_in_a_file(
-    samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_outputs_lie_in_a_file(samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
     expected = FloatReference(good, samples).predict_drop(bad)
     monkeypatch.setattr("edgekit.quantize.accuracy.predict._MEMORY_BYTES", 5 * 16)
@@ -108,9 +106,7 @@ def test_outputs_that_memory_does_not_hold_lie_in_a_file(
     assert found == FloatReference(good, samples).predict_drop(other)
 
 
-def test_what_calibration_gave_is_not_computed_again(
-    samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_of_calibration_are_used(samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Three samples count; kinds of outputs are guessed from 16.
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
     expected, reference = FloatReference(good, samples, most=3).predict_drop(bad), FloatReference(good, samples, most=3)
@@ -168,9 +164,7 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("last", "count", "is_one"), [(0, 20, True), (1, 20, False), (0, 1, False)])
-def test_samples_that_all_have_the_same_answer_are_told_of(
-    last: int, count: int, *, is_one: bool, tmp_path: Path
-) -> None:
+def test_samples_of_one_answer_are_told(last: int, count: int, *, is_one: bool, tmp_path: Path) -> None:
     """Ranges of samples without a wake word may cut off what leads to one."""
     rows = np.random.default_rng(0).normal(size=(count, 1, 4)).astype(np.float32)
     rows[:, :, 0] += 9
@@ -231,9 +225,7 @@ def drop_of(folder: Path, shape: str, tail: str, scale: float, bias: float) -> P
         ("float[1,3,16,16]", "Identity", 0.2, "PSNR of images"),
     ],
 )
-def test_what_is_lost_is_measured_by_what_an_output_means(
-    shape: str, tail: str, scale: float, measure: str, tmp_path: Path
-) -> None:
+def test_a_loss_follows_what_outputs_mean(shape: str, tail: str, scale: float, measure: str, tmp_path: Path) -> None:
     same, far = (drop_of(tmp_path, shape, tail, scale, bias) for bias in (1e-4, 4.0))
     assert (same.measure, far.measure) == (measure, measure)
     assert same.meets(0.005)
@@ -321,9 +313,7 @@ def test_landmarks_and_ratings_are_held_by_their_spread_and_scores_of_classes_ar
         (34, 2, 0.2, "top-1 accuracy"),
     ],
 )
-def test_numbers_of_points_that_move_together_are_no_scores_of_classes(
-    tmp_path: Path, count: int, axes: int, shift: float, measure: str
-) -> None:
+def test_points_that_move_together_stay(tmp_path: Path, count: int, axes: int, shift: float, measure: str) -> None:
     """A hand moves as a whole along each axis. A guess of classes is told, what the user or the graph says is none."""
     rng = np.random.default_rng(0)
     text = "(float[1,N] x) => (float[1,N] y) { scale = Constant<value_float = VALUE>() y = Mul(x, scale) }"
@@ -598,9 +588,7 @@ def test_tables_of_five_channels_and_sixteen_places_count_by_half(channels: int,
     [(0, 1, "image"), (0, 250, "image"), (-1, 1, "image"), (-0.1, 1.3, "image"), (1, 10, "values"), (-9, 9, "values"),
      (0, 0.05, "values"), (0, 900, "values"), (-200, 255, "values")],
 )  # fmt: skip
-def test_maps_of_numbers_are_images_where_they_reach_from_black_to_white(
-    low: float, high: float, kind: str, tmp_path: Path
-) -> None:
+def test_maps_from_black_to_white_are_images(low: float, high: float, kind: str, tmp_path: Path) -> None:
     values = np.linspace(low, high, 256, dtype=np.float32).reshape(1, 1, 16, 16)
     assert read_kind(tmp_path, [values]).kind == kind
 
@@ -658,9 +646,7 @@ def test_a_sequence_is_read_on_the_axis_that_its_values_decide_over(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("classes", "kind"), [(3000, "sequence"), (36, "values")])
-def test_of_thousands_of_letters_the_blank_may_be_far_larger_than_the_others(
-    classes: int, kind: str, tmp_path: Path
-) -> None:
+def test_of_thousands_of_letters_the_blank_may_be_far_larger(classes: int, kind: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [reader_logits(rng, 24, classes, 50)[None] for _ in range(4)]
     assert read_kind(tmp_path, rows).kind == kind
@@ -674,9 +660,7 @@ def test_of_thousands_of_letters_the_blank_may_be_far_larger_than_the_others(
         ((1, 30, 1, 18), 1, "sequence"), ((1, 18, 1, 30), 3, "sequence"), ((1, 18, 1, 30), 1, "sequence"),
     ],
 )  # fmt: skip
-def test_classes_of_four_axes_are_the_odd_side_or_what_values_decide_over(
-    shape: tuple[int, ...], axis: int, kind: str, tmp_path: Path
-) -> None:
+def test_classes_of_four_axes_are_found(shape: tuple[int, ...], axis: int, kind: str, tmp_path: Path) -> None:
     rng, values = np.random.default_rng(0), list[Array]()
     for _ in range(4):
         values.append(rng.normal(size=shape).astype(np.float32))

@@ -93,9 +93,7 @@ def test_ends_keep_nine_bits() -> None:
     ("low", "high", "percent", "cut"),
     [(-50, 50, 100, (-8, 8)), (-50, -20, 100, (-8, -8)), (20, 50, 100, (8, 8)), (-2, 3, 100, (-2, 3))],
 )
-def test_where_a_sigmoid_is_flat_there_are_no_steps(
-    low: float, high: float, percent: float, cut: tuple[float, float]
-) -> None:
+def test_a_flat_sigmoid_gets_no_steps(low: float, high: float, percent: float, cut: tuple[float, float]) -> None:
     seen, span = few_values((-60.0, 5), (60.0, 5)), TensorRange(low=low, high=high)
     assert percentile_range(span, seen, percent, sigmoid) == TensorRange(low=cut[0], high=cut[1])
     assert percentile_range(span, seen, percent) == span
@@ -367,9 +365,7 @@ def test_ranges_reach_as_far_as_white_would(dim: tuple[Model, Samples, Calibrati
 
 
 @pytest.mark.parametrize(("brightest", "shift"), [(0.5, 0.0), (1.0, 0.0), (0.9, -0.3)])
-def test_values_that_are_no_pixels_or_reach_white_keep_their_ranges(
-    tmp_path: Path, brightest: float, shift: float
-) -> None:
+def test_what_is_no_pixel_keeps_its_range(tmp_path: Path, brightest: float, shift: float) -> None:
     model = make_collapsing(SUBPIXEL, tmp_path)
     samples = as_samples([image + np.float32(shift) for image in smooth_images(24, brightest)])
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
@@ -406,9 +402,7 @@ def test_values_beyond_all_samples_fit_into_16_bits_unless_the_operator_bounds_t
 
 
 @pytest.mark.parametrize("name", ["qnn", "nnapi"])
-def test_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_integers(
-    dim: tuple[Model, Samples, Calibration], tmp_path: Path, name: str
-) -> None:
+def test_smooth_images_are_kept(dim: tuple[Model, Samples, Calibration], tmp_path: Path, name: str) -> None:
     model, samples, calibration = dim
     reference, goal = FloatReference(model, samples), Goal(max_drop=0.0005, is_given=True)
     search = make_search((model, calibration), reference, load_target(name), tmp_path)

@@ -57,9 +57,7 @@ def sure(classes: int) -> Array:
         ("h = MatMul(x, w) r = Reshape(h, s) y = Flatten(r) }", "projected", ("classes", "")),
     ],
 )
-def test_a_graph_tells_who_makes_an_output_and_what_shapes_a_vector_makes_it_no_scores(
-    body: str, readout: str, kinds: tuple[str, str], tmp_path: Path
-) -> None:
+def test_shaped_vectors_are_no_scores(body: str, readout: str, kinds: tuple[str, str], tmp_path: Path) -> None:
     constants = {"s": np.array([1, 3, 4])} if "(h, s)" in body else None
     graph = read_float_graph(make_model(HEAD + body, tmp_path / "m.onnx", SHAPES, constants))
     assert find_readout(graph, "y") == readout
@@ -82,9 +80,7 @@ STEPS = " ".join(f"a{step} = Add(a{step - 1}, a{step - 1})" for step in range(1,
     ],
     ids=["a curve of frames", "sums of sums", "an empty axis"],
 )  # fmt: skip
-def test_axes_of_places_and_of_nothing_come_from_no_weights(
-    text: str, origins: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_axes_of_places_come_from_no_weights(text: str, origins: tuple[str, ...], tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {"k": (12, 3, 1), "w": (8, 12)}
     given = {name: shape for name, shape in shapes.items() if f", {name})" in text}
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", given))
@@ -141,9 +137,7 @@ def test_the_numbers_whose_means_are_squashed_are_no_scores_themselves(tmp_path:
 
 
 @pytest.mark.parametrize(("words", "kind", "other"), [(50, "sequence", ""), (40, "values", "sequence")])
-def test_steps_that_rank_the_words_of_the_input_are_next_words(
-    words: int, kind: str, other: str, tmp_path: Path
-) -> None:
+def test_steps_that_rank_words_are_next_words(words: int, kind: str, other: str, tmp_path: Path) -> None:
     text = TOKENS.replace("W]", f"{words}]")
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"t": (50, 8), "w": (8, words)}))
     rows = [{"y": np.asarray(RNG.normal(size=(1, 16, words)), np.float32)} for _ in range(8)]
@@ -191,9 +185,7 @@ COLUMNS = "g (float[1,64,1] a, float[1,64,1] b) => (float[1,64,2] y)"
         (COLUMNS + " { y = Concat<axis=2>(a, b) }", {"y": StatedOutput(kind="map", axis=-1)}, ""),
     ],
 )
-def test_scores_of_several_levels_are_decisions_and_columns_of_two_layers_are_numbers(
-    text: str, outputs: dict[str, StatedOutput], family: str, tmp_path: Path
-) -> None:
+def test_scores_of_levels_decide(text: str, outputs: dict[str, StatedOutput], family: str, tmp_path: Path) -> None:
     model, rng = make_model(text, tmp_path / "m.onnx", {"w": (1, 4)}), np.random.default_rng(0)
     # Only the later samples have scores that lie far below zero, as those of raw scores do.
     reaches = [10] * 12 + [40] * 12
@@ -275,9 +267,7 @@ def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
         ({"y": StatedOutput(kind="map", axis=2)}, r"'y' is map, but it has no axis 2"),
     ],
 )
-def test_a_statement_that_cannot_be_is_refused(
-    tmp_path: Path, stated: dict[str, OutputKind | StatedOutput], message: str
-) -> None:
+def test_a_false_kind_is_refused(tmp_path: Path, stated: dict[str, OutputKind | StatedOutput], message: str) -> None:
     text = (
         "g (float[1,6] a) => (float[1,6] y, float[1,2,3] x)"
         "{ y = Mul(a, a)  s = Constant<value = int64[3] {1, 2, 3}>()  x = Reshape(a, s) }"
@@ -309,9 +299,7 @@ def test_the_drop_is_estimated_by_the_stated_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stated", "measure"), [("embedding", "nearest neighbours (recall@1)"), ("values", "spread")])
-def test_a_vector_that_is_stated_to_be_an_embedding_needs_no_unit_length(
-    tmp_path: Path, stated: OutputKind, measure: str
-) -> None:
+def test_a_stated_embedding_needs_no_unit_length(tmp_path: Path, stated: OutputKind, measure: str) -> None:
     model = make_model("g (float[1,16] x) => (float[1,16] y) { y = Neg(x) }", tmp_path / "m.onnx")
     rows = np.random.default_rng(0).normal(0, 9, (40, 1, 16)).astype(np.float32)
     samples = make_samples([{"x": row} for row in rows])
@@ -340,9 +328,7 @@ def test_scores_are_compared_behind_a_sigmoid_where_one_is_stated(tmp_path: Path
         assert (compared.family == "scores") == bool(outputs)
 
 
-def test_the_command_quantize_reads_stated_outputs_from_a_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantize_reads_stated_outputs_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = """g (float[1,3,8,8] x) => (float[1,40] y) {
       c = Conv(x, w1, b1) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
@@ -459,9 +445,7 @@ def test_values_that_lose_most_are_not_all_that_the_outputs_say() -> None:
 @pytest.mark.parametrize(
     ("measure", "reference", "unit"), [("image", None, "%"), ("map", None, "points"), ("map", 36.0, "%")]
 )
-def test_a_drop_of_a_figure_above_one_is_told_as_a_share_of_it(
-    measure: MeasuredKind, reference: float | None, unit: str
-) -> None:
+def test_a_drop_of_a_large_figure_is_a_share(measure: MeasuredKind, reference: float | None, unit: str) -> None:
     told = predicted(0.034, (0.03, 0.04), measure=MEASURES[measure].name, reference=reference, got=reference)
     assert f"by 3.40 {unit} (" in describe_prediction(told)
     # What is lost to the last bit is nothing, and has no sign.

@@ -147,9 +147,7 @@ def test_what_pads_a_tensor_in_16_bits_has_16_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "bias"])
 @pytest.mark.parametrize(("precision", "most"), [("int16", 2**28), ("int8", 2**31)])
-def test_biases_beside_data_of_16_bits_leave_room_for_the_products(
-    tmp_path: Path, rounding: Rounding, precision: Precision, most: int
-) -> None:
+def test_biases_leave_room_for_products(tmp_path: Path, rounding: Rounding, precision: Precision, most: int) -> None:
     # The weights of a dead channel decay: the least scale with which its bias fits into 32 bits counts.
     stored = {"w": np.array([[1e-9, -0.61e-9], [1, 2.27]], np.float32), "b": np.array([5, 0.2], np.float32)}
     text = "g (float[1,2] x) => (float[1,2] y) { y = Gemm<transB=1>(x, w, b) }"
@@ -293,9 +291,7 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     ("at", "guess", "worst", "most", "runs"),
     [(0, 1.0, 8, 99, 56), (99, 1.0, 8, 99, 56), (140, 1.0, 8, 99, 56), (99, 1e-4, 3, 28, 28)],
 )
-def test_the_worst_of_many_are_found_in_spans_and_come_first(
-    at: int, guess: float, worst: int, most: int, runs: int
-) -> None:
+def test_the_worst_of_many_are_found_in_spans(at: int, guess: float, worst: int, most: int, runs: int) -> None:
     """Guesses halve the runs; wrong ones cost runs, but what was judged decides."""
     noise, judged = np.full(141, 1e-6), list[int]()
     noise[[at, 30, 70]] = 1.0, 0.1, 0.01
@@ -351,9 +347,7 @@ def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:
     assert not np.array_equal(on["y"], plain["y"])
 
 
-def test_what_only_holds_values_of_another_needs_no_switch_and_one_whose_source_is_not_quantized_does(
-    tmp_path: Path,
-) -> None:
+def test_what_only_holds_values_of_another_needs_no_switch(tmp_path: Path) -> None:
     text = """g (float[1,4,4] x) => (float[1,4,4] y) {
       a = MatMul(x, w) t = Transpose<perm = [0, 2, 1]>(a) r = Transpose<perm = [0, 2, 1]>(t) b = MatMul(r, w)
       y = Add(b, t) }"""

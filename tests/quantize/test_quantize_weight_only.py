@@ -86,9 +86,7 @@ def test_blocks_hold_the_largest_weight_exactly_and_zeros_as_zero(bits: int) -> 
         (WeightOnlyOptions(form="int8", lpbq=True), 8, "LPBQ is a form of 4-bit"),
     ],
 )
-def test_options_that_cannot_be_are_refused(
-    tmp_path: Path, options: WeightOnlyOptions, samples: int, message: str
-) -> None:
+def test_wrong_options_are_refused(tmp_path: Path, options: WeightOnlyOptions, samples: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         compress_weights(
             make_perceptron(tmp_path / "m.onnx"), options, tmp_path / "c.onnx", drawn(samples, 1) if samples else None
@@ -253,9 +251,7 @@ def make_tied(path: Path, head: str) -> Model:
 
 @pytest.mark.parametrize(("form", "least_db"), [("int8", 38), ("int4", 14)])
 @pytest.mark.parametrize("head", ["table", "turned", "other"])
-def test_a_head_that_is_tied_to_its_embedding_is_stored_once(
-    tmp_path: Path, form: WeightForm, least_db: float, head: str
-) -> None:
+def test_a_tied_head_is_stored_once(tmp_path: Path, form: WeightForm, least_db: float, head: str) -> None:
     model = make_tied(tmp_path / "m.onnx", head)
     light = compress_weights(model, WeightOnlyOptions(form=form), tmp_path / "c.onnx")
     assert set(light.changed) == {"embed", "mix", "head"}

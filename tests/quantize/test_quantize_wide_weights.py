@@ -66,9 +66,7 @@ def make_unequal(folder: Path, ratio: float) -> tuple[Model, list[dict[str, Arra
         (60.0, "xnnpack", "int8"),
     ],
 )
-def test_a_weight_has_16_bits_where_the_goal_is_missed_and_the_target_has_them(
-    ratio: float, target: str, precision: Precision, tmp_path: Path
-) -> None:
+def test_a_missed_goal_gives_weights_16_bits(ratio: float, target: str, precision: Precision, tmp_path: Path) -> None:
     model, samples = make_unequal(tmp_path, ratio)
     searched = find_searched(tmp_path, model, samples, load_target(target), precision)
     has_wide, chosen = ratio > 1 and target == "qnn", searched.chosen
@@ -189,9 +187,7 @@ def test_the_parts_of_a_layer_reach_as_far_as_its_inputs_allow(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("precision", "weights", "sums"), [("int16", "wv", 1), ("int16", "v", 1), ("int16", "w", 0), ("int8", "wv", 0)]
 )
-def test_a_weight_that_8_bits_hold_and_one_between_tensors_of_8_bits_stay(
-    precision: Precision, weights: str, sums: int, tmp_path: Path
-) -> None:
+def test_weights_that_8_bits_hold_stay(precision: Precision, weights: str, sums: int, tmp_path: Path) -> None:
     integers = np.random.default_rng(0).integers(-127, 128, (16, 16))
     integers[0] = 127
     exact = (integers / 128).astype(np.float32)
@@ -220,9 +216,7 @@ def test_a_weight_with_one_scale_has_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ends", "bounds"), [((1, 2), (-6, 2)), ((-2, -1), (-2, 6)), ((-1, 2), (-7, 5))])
-def test_outputs_are_bounded_by_the_channels_of_the_input_and_by_padding(
-    ends: tuple[float, float], bounds: tuple[float, float], tmp_path: Path
-) -> None:
+def test_outputs_are_bounded(ends: tuple[float, float], bounds: tuple[float, float], tmp_path: Path) -> None:
     model = make_model(
         "g (float[1,1,4] x) => (float[1,1,4] y) { y = Conv<kernel_shape=[2],pads=[0,1]>(x, w) }",
         tmp_path / "m.onnx",
@@ -302,9 +296,7 @@ def products(path: Path) -> list[onnx.NodeProto]:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "comq"])
-def test_products_of_three_dimensions_get_blocks_of_lpbq(
-    bert: tuple[Model, Calibration], tmp_path: Path, rounding: str
-) -> None:
+def test_products_of_3_axes_get_lpbq(bert: tuple[Model, Calibration], tmp_path: Path, rounding: str) -> None:
     plan = plan_blocks(*bert, rounding=rounding)
     require_plan(plan, bert[0], bert[1], TARGET)
     made = quantize_model(bert[0], plan, bert[1], tmp_path / "q.onnx")

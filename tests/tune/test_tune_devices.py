@@ -40,9 +40,7 @@ def tune(path: Path, device: str, runner: NativeRunner, budget_s: float = 0.4) -
     return tune_on(path, DeviceChoice(listed=(entry,)), Tuning(budget_s=budget_s), Opening())
 
 
-def test_settings_are_compared_on_a_phone_whose_model_is_recorded(
-    adb: Adb, tmp_path: Path, host_runner: NativeRunner
-) -> None:
+def test_settings_are_compared_on_a_named_phone(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
     bundle = make_bundle(tmp_path, target="cpu").folder
     with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
         report = tune(bundle, f"adb:{serial}", host_runner)
@@ -70,9 +68,7 @@ def test_a_phone_without_space_is_one_line(adb: Adb, tmp_path: Path, host_runner
         assert machine.left_files() == []
 
 
-def test_a_board_applies_a_setting_and_reports_its_cores(
-    board: Board, tmp_path: Path, host_runner: NativeRunner
-) -> None:
+def test_a_board_applies_settings_and_tells_cores(board: Board, tmp_path: Path, host_runner: NativeRunner) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
     setting = SessionSetting(level=Level.DISABLED, threads=1, io_binding=True)
     device = SshDevice(host="board", runner=host_runner.program, library=host_runner.library)
@@ -84,9 +80,7 @@ def test_a_board_applies_a_setting_and_reports_its_cores(
     assert read_class(run.versions) == MachineClass(system="linux", machine=platform.machine(), cores=count_cores())
 
 
-def test_a_phone_that_goes_away_ends_the_search_in_one_line(
-    adb: Adb, tmp_path: Path, host_runner: NativeRunner
-) -> None:
+def test_a_phone_that_goes_away_ends_the_search(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu")
     with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
         device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)

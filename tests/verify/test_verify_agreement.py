@@ -359,9 +359,7 @@ def test_what_a_list_holds_beside_its_detections_has_to_be_the_same() -> None:
     ("agreement", "low", "high", "fails", "doubts"),
     [(0.85, 0.8, 0.89, 1, 0), (0.89, 0.8, 1, 0, 1), (0.95, 0.8, 1, 0, 1), (0.95, 0.91, 1, 0, 0)],
 )
-def test_agreement_of_detections_is_the_gate(
-    agreement: float, low: float, high: float, fails: int, doubts: int
-) -> None:
+def test_detections_are_the_gate(agreement: float, low: float, high: float, fails: int, doubts: int) -> None:
     limits = Thresholds(min_cosine=0.99, min_top1_agreement=0.9, min_sqnr_db=30, granted_samples=1, gate="bound")
     report = OutputReport(
         name="y", samples=8, cosine=0.9, sqnr_db=7.0, sqnr_interval_db=(6.0, 8.0), exact_match=0.1,

@@ -293,9 +293,7 @@ OTHER = "android:cortex-a53"
         (held("android", 1, 2, 3, 4), held(OTHER, 1, 2, 3, 5), "'y' differs in 25.00% of its elements"),
     ],
 )
-def test_devices_of_one_kind_that_differ_on_the_samples_of_both_are_named_with_the_distance(
-    first: KeptOutputs, second: KeptOutputs, said: str | None
-) -> None:
+def test_devices_of_one_kind_that_differ_are_named(first: KeptOutputs, second: KeptOutputs, said: str | None) -> None:
     told = list(describe_differences([first, held("ios-sim", shift=9.0), second]))
     if said is None:
         assert told == []

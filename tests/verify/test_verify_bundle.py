@@ -193,9 +193,7 @@ def test_honest_devices_pass_in_the_order_in_which_they_were_named(bundle: Bundl
 
 
 @pytest.mark.parametrize(("evidence", "warned"), [(Evidence.DEVICE, True), (Evidence.SIMULATOR, False)])
-def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
-    tmp_path: Path, evidence: Evidence, warned: bool
-) -> None:
+def test_a_device_that_slows_down_is_told_of(tmp_path: Path, evidence: Evidence, warned: bool) -> None:
     slowing = InProcess(evidence=evidence, times=tuple(0.001 * (10.0 + index) for index in range(24)))
     (run,) = verify_bundle(make_bundle(tmp_path), [slowing]).runs
     assert present(run.latency_ms).drift is not None

@@ -169,9 +169,7 @@ class Fed(Device, frozen=True, kw_only=True):
 
 
 @pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
-def test_an_input_that_is_another_is_named_and_no_layer_blamed(
-    models: tuple[Model, Model], tmp_path: Path, form: int
-) -> None:
+def test_another_input_is_named_and_no_layer(models: tuple[Model, Model], tmp_path: Path, form: int) -> None:
     job = job_of(models[form])
     honest = find_device_layer(Fed(change=np.copy), job, tmp_path / "honest")
     assert (honest.layer, honest.runs) == (None, 2)
@@ -278,9 +276,7 @@ def test_a_broken_layer_is_named_in_a_report_that_fails(steps: dict[Step, Model]
     assert any(line.startswith("layer 'conv3' (Conv) is the first whose") for line in list_verify_remarks(report))
 
 
-def test_layers_that_onnx_runtime_does_not_trace_are_not_left_out_in_silence(
-    steps: dict[Step, Model], tmp_path: Path
-) -> None:
+def test_untraced_layers_are_not_left_out_in_silence(steps: dict[Step, Model], tmp_path: Path) -> None:
     proto = onnx.load(str(steps["prepare"].path))
     proto.graph.node[0].domain = "nowhere"
     proto.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))

@@ -142,9 +142,7 @@ def test_a_device_that_dies_or_whose_outputs_change_is_bisected(models: tuple[Mo
 
 
 @pytest.mark.slow
-def test_what_is_looked_at_parts_no_group_and_holds_what_two_nodes_read(
-    models: tuple[Model, Model], tmp_path: Path
-) -> None:
+def test_cuts_part_no_group(models: tuple[Model, Model], tmp_path: Path) -> None:
     floats = [(probe.layer, probe.op, probe.tensor) for probe in plan_probes(models[0])]
     convs = [(f"conv{index}", "Conv", f"r{index}") for index in range(LAYERS)]
     assert floats == [*convs, ("pool", "GlobalAveragePool", "pooled"), ("flatten", "Flatten", "y")]
@@ -262,9 +260,7 @@ def weakening(factor: float, *layers: int) -> Altering:
     return Altering(device=InProcess(), change=change)
 
 
-def test_a_layer_is_named_where_the_error_arises_and_none_where_it_grows_or_is_not(
-    models: tuple[Model, Model], tmp_path: Path
-) -> None:
+def test_a_layer_is_named_where_the_error_arises(models: tuple[Model, Model], tmp_path: Path) -> None:
     located = locate_on_device(weakening(0.9, 1), job_of(models[0]), tmp_path)
     assert (located.layer, located.notes) == ("conv1", ())
     located = locate_on_device(weakening(0.97, *range(LAYERS)), job_of(models[0]), tmp_path / "all")
@@ -275,9 +271,7 @@ def test_a_layer_is_named_where_the_error_arises_and_none_where_it_grows_or_is_n
     assert (located.layer, located.runs) == (None, 1)
 
 
-def test_cuts_part_no_node_from_its_rounding_and_beginnings_compute_what_the_whole_does(
-    models: tuple[Model, Model], tmp_path: Path
-) -> None:
+def test_beginnings_compute_what_the_whole_does(models: tuple[Model, Model], tmp_path: Path) -> None:
     graph = read_proto(models[1]).graph
     rounded = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
     cuts = plan_cuts(view_part(graph), plan_probes(models[1]))

@@ -211,9 +211,7 @@ def scored(**fields: Any) -> TaskReport:
         ({"at_least": 0.5}, {"got": None, "mismatch": "it died"}, "was not measured on every sample: it died"),
     ],
 )
-def test_a_metric_keeps_its_limit_or_says_by_how_much_it_does_not(
-    limit: dict[str, Any], fields: dict[str, Any], words: str
-) -> None:
+def test_a_metric_keeps_its_limit_or_says_more(limit: dict[str, Any], fields: dict[str, Any], words: str) -> None:
     found = judge_task(scored(**fields), TaskLimit(name="m", **limit))
     lines = found.failures + found.unproven
     assert len(lines) == bool(words)

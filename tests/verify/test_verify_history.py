@@ -52,9 +52,7 @@ def shake(rows: list[Tensors], size: float = 0.1) -> list[Tensors]:
     return [{"y": row["y"] + rng.normal(scale=size, size=row["y"].shape).astype(np.float32)} for row in rows]
 
 
-def test_a_time_on_the_npu_of_a_phone_is_known_to_the_forecast(
-    bundle: Bundle, report: VerifyReport, tmp_path: Path
-) -> None:
+def test_the_forecast_knows_a_time_on_an_npu(bundle: Bundle, report: VerifyReport, tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     npu = "QNNExecutionProvider"
     phone = replace(

@@ -245,9 +245,7 @@ def halves(rows: list[np.ndarray]) -> list[np.ndarray]:
 @pytest.mark.parametrize(("values", "count", "exact_from", "told"), [
     (16, 1, 1, True), (15, 1, 1, False), (8, 2, 2, True), (16, 9, 8, True), (16, 9, 7, False),
 ])  # fmt: skip
-def test_half_precision_is_told_from_sixteen_values_of_the_first_eight_samples(
-    values: int, count: int, exact_from: int, *, told: bool
-) -> None:
+def test_half_precision_is_told_from_sixteen_values(values: int, count: int, exact_from: int, *, told: bool) -> None:
     wanted = [np.random.default_rng(index).normal(size=(1, values)).astype(np.float32) for index in range(count)]
     found = halves(wanted[:exact_from]) + wanted[exact_from:]
     assert bool(find_half_values(rows_of(wanted), rows_of(found))) is told

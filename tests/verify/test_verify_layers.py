@@ -70,9 +70,7 @@ def test_what_a_qlinear_operator_clips_was_right_before(tmp_path: Path) -> None:
     assert explain_layers(layers) == ()
 
 
-def test_layers_are_compared_on_four_samples_from_all_over_the_data(
-    models: tuple[Model, Model], tmp_path: Path
-) -> None:
+def test_layers_are_compared_on_four_samples(models: tuple[Model, Model], tmp_path: Path) -> None:
     images = make_images(8)
     golden = make_golden(models[0], images, tmp_path / "golden")
     wanted = list(images)[::2]
@@ -249,18 +247,14 @@ def test_renamed_nodes_and_tensors_are_matched_by_their_order(models: tuple[Mode
     assert bad.tensor == "r3"
 
 
-def test_where_names_match_the_order_is_not_searched(
-    models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matched_names_need_no_search(models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """In time that grows with the cube: 400 equal layers took seconds."""
     graphs = [read_graph(model) for model in models]
     monkeypatch.setattr(matching, "SequenceMatcher", None)
     assert [item.tensor for item in matching.match_tensors(*graphs)] == TENSORS
 
 
-def test_inputs_and_outputs_without_a_common_name_go_by_their_places(
-    models: tuple[Model, Model], tmp_path: Path
-) -> None:
+def test_unlike_inputs_and_outputs_go_by_their_places(models: tuple[Model, Model], tmp_path: Path) -> None:
     renamed = rename(models[1], tmp_path / "renamed.onnx", outside=True)
     plain, other = (compare_models(models[0], model, make_images(), layers=True) for model in (models[1], renamed))
     assert other.outputs == plain.outputs
@@ -316,9 +310,7 @@ LAYER = LayerReport(
         ({"arithmetic": None, "channel_steps": (9.4, 0.3)}, False),
     ],
 )
-def test_a_layer_stands_out_by_its_own_error_beyond_what_rounding_explains(
-    changes: dict[str, object], is_bad: bool
-) -> None:
+def test_a_layer_stands_out_by_its_own_error(changes: dict[str, object], is_bad: bool) -> None:
     said = explain_layers([replace(LAYER, **changes), LAYER])
     assert bool(said) is is_bad
     assert all("layer 'a' (Conv) is the first whose result is not the float model's" in line for line in said)

@@ -96,9 +96,7 @@ def test_large_tensors_are_measured_in_parts_as_if_in_one() -> None:
         pytest.param([0.5, 0.5, 0.1], [0.1, 0.6, 0.1], True, id="ties of the reference count as right"),
     ],
 )
-def test_a_tie_is_right_on_the_side_of_the_reference_only(
-    wanted: list[float], found: list[float], *, top1: bool
-) -> None:
+def test_a_tie_is_right_in_the_reference_only(wanted: list[float], found: list[float], *, top1: bool) -> None:
     assert measure(np.array([wanted]), np.array([found])).top1 is top1
     # Quantized integers are measured like floats.
     integers = measure(np.array([[1, 0]], np.uint8), np.array([[0, 1]], np.uint8))

@@ -139,9 +139,7 @@ def test_what_a_recipe_states_to_be_values_is_judged_as_no_classifier(bundle: Bu
 
 
 @pytest.mark.parametrize(("wrong", "verdict"), [(0, "pass"), (9, "pass"), (15, "not proven"), (30, "not proven")])
-def test_a_float_model_that_is_no_better_than_chance_proves_nothing(
-    bundle: Bundle, tmp_path: Path, wrong: int, verdict: str
-) -> None:
+def test_a_model_of_chance_proves_nothing(bundle: Bundle, tmp_path: Path, wrong: int, verdict: str) -> None:
     model = load_model(bundle.folder.parents[1] / "line.onnx")
     rows = np.random.default_rng(3).uniform(-1, 1, size=(30, 1, 2)).astype(np.float32)
     samples = from_list([{"x": row} for row in rows])
@@ -179,7 +177,5 @@ def test_what_few_samples_leave_open_all_golden_ones_tell(bundle: Bundle, shift:
         ([np.inf], [-np.inf], False),
     ],
 )  # fmt: skip
-def test_each_value_is_near_within_half_or_the_same_one_that_is_no_number(
-    own: list[float], found: list[float], is_near: bool
-) -> None:
+def test_each_value_is_near_or_the_same_non_number(own: list[float], found: list[float], is_near: bool) -> None:
     assert _is_near(np.array(own), np.array(found), 0.5) is is_near

@@ -322,9 +322,7 @@ def test_xnnpack_does_not_name_floats_that_it_takes_alone(placed: str, words: st
         ("", "session", (0, 0)),
     ],
 )
-def test_nodes_that_go_unnamed_count_where_the_cpu_did_not_take_them(
-    placed: str, source: str, counts: tuple[int, int]
-) -> None:
+def test_unnamed_nodes_count_where_the_cpu_took_none(placed: str, source: str, counts: tuple[int, int]) -> None:
     run, job = observe(placed, source=source)
     npu, xnnpack = job.target.provider, load_target("xnnpack")
     moved = tuple(replace(node, provider=xnnpack.provider) if node.provider == npu else node for node in run.placement)
@@ -344,9 +342,7 @@ def test_nodes_that_go_unnamed_count_where_the_cpu_did_not_take_them(
         ({"integers": True}, {}, False),
     ],
 )
-def test_an_empty_list_is_one_without_the_cpu_where_the_session_lists_no_taken_node(
-    change: dict[str, Any], more: dict[str, Any], seen: bool
-) -> None:
+def test_an_empty_list_is_one_without_the_cpu(change: dict[str, Any], more: dict[str, Any], seen: bool) -> None:
     nodes = (checked("a", "MatMul", 10), replace(checked("b", "MatMul", 10), **change))
     run, job = observe("", nodes, **{"source": "session", **more})
     on_xnnpack = replace(job, target=load_target("xnnpack"))

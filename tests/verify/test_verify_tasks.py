@@ -195,9 +195,7 @@ def test_psnr_compares_images_with_their_labels() -> None:
     assert score("psnr", [{"y": label}], [label]) == 100  # an image without any error
 
 
-def test_a_function_of_the_user_is_a_metric_and_its_faults_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_function_is_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_metric.py").write_text(
         "def near(outputs, label):\n    return abs(float(outputs['y'].argmax()) - label), 2.0\n"
