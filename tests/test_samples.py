@@ -14,9 +14,9 @@ from PIL import Image, ImageOps
 
 from edgekit.data.data_check import check_samples
 from edgekit.data.images import Preprocess, load_preprocess, read_image
-from edgekit.data.labels import read_labels
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import fit_sample, list_samples, load_samples, order_for_runs, select_samples, spread_indices
+from edgekit.data.sets import read_labels
 from edgekit.errors import DataError, UsageError
 from edgekit.model.tensors import TensorSpec
 

@@ -21,10 +21,9 @@ import numpy as np
 from edgekit._files import AnyPath, as_path, copy_into, measure_content, replacing_file, work_folder, write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.data_check import digest_sample
-from edgekit.data.labels import Boxes, Label
 from edgekit.data.npz import MALFORMED, SHAPES, open_npy
 from edgekit.data.samples import Samples, load_samples
-from edgekit.data.split import Sequences
+from edgekit.data.sets import Boxes, Label, Sequences
 from edgekit.errors import DataError, ModelError
 from edgekit.machine import map_in_order
 from edgekit.model.external import skim_model

@@ -77,23 +77,13 @@ COMMANDS = {name: line for commands in GROUPS.values() for name, line in command
 _MODULES = {
     **dict.fromkeys(("package", "join", "sign"), "release"),
     **dict.fromkeys(("targets", "runner", "doctor"), "devices"),
-    **dict.fromkeys(("diff", "operators"), "inspect"),
+    **dict.fromkeys(("diff", "operators", "check"), "inspect"),
+    **dict.fromkeys(("prepare", "quantize", "convert"), "steps"),
     **dict.fromkeys(("bench", "profile", "tune", "forecast"), "timing"),
-    "demo": "build",
-    "init": "run",
+    **dict.fromkeys(("demo", "group", "init", "run"), "build"),
     **dict.fromkeys(("runs", "compare"), "verify"),
     "completion": "schema",
 }
-
-
-def _import_for_good(name: str) -> None:
-    """Imports a module whose objects stay: no time is spent on looking for garbage among them, now or later."""
-    gc.disable()
-    try:
-        importlib.import_module(name)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 class _LazyGroup(click.Group):
@@ -106,7 +96,13 @@ class _LazyGroup(click.Group):
         # Imported when it is used: `edgekit --help` must not load onnx, numpy and ONNX Runtime.
         name = f"edgekit.cli.{_MODULES.get(cmd_name, cmd_name)}"
         if name not in sys.modules:
-            _import_for_good(name)
+            # Its objects stay: no time is spent on looking for garbage among them, now or later.
+            gc.disable()
+            try:
+                importlib.import_module(name)
+            finally:
+                gc.freeze()
+                gc.enable()
         command: click.Command = getattr(sys.modules[name], f"{cmd_name}_command")
         command.short_help = COMMANDS[cmd_name]
         return command
@@ -161,10 +157,10 @@ def _take_defaults(context: click.Context, name: str, command: click.Command, ar
     if (path := context.params["config"]) is None:
         return
     # Imported only if needed: half of all commands read no TOML.
-    defaults = importlib.import_module("edgekit.cli.defaults")
-    if (table := defaults.read_defaults(path).get(name)) is None:
+    schema = importlib.import_module("edgekit.cli.schema")
+    if (table := schema.read_defaults(path).get(name)) is None:
         return
-    context.default_map = {name: defaults.map_defaults(path, name, table, command)}
+    context.default_map = {name: schema.map_defaults(path, name, table, command)}
     if not {"-q", "--quiet"} & set(args) and "quiet" not in table:
         click.echo(f"{path} gives {name} its {', '.join(table)}, unless the command line does", err=True)
 

@@ -97,13 +97,6 @@ def _round_pools(model: onnx.ModelProto) -> bool:
     return True
 
 
-def _halve_spectra(model: onnx.ModelProto) -> None:
-    """States the default of `onesided`, 1, in each STFT, in place: onnx 1.23 infers the whole spectrum without it."""
-    for node in iterate_nodes(model.graph):
-        if node.op_type == "STFT" and all(each.name != "onesided" for each in node.attribute):
-            node.attribute.append(helper.make_attribute("onesided", 1))
-
-
 def has_long_vector(model: onnx.ModelProto) -> bool:
     """Returns True if a vector has so many elements that data propagation would take too long."""
     return any(
@@ -145,7 +138,10 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """
     light, large = copy_light(proto, _MOST_BYTES, lists=False)
     light.graph.name = proto.graph.name or "graph"
-    _halve_spectra(light)
+    # The default of `onesided` is stated: onnx 1.23 infers the whole spectrum without it.
+    for node in iterate_nodes(light.graph):
+        if node.op_type == "STFT" and all(each.name != "onesided" for each in node.attribute):
+            node.attribute.append(helper.make_attribute("onesided", 1))
     substituted = substitute_contrib(light)
     rounded, hidden = _round_pools(light), hide_untyped(light)
     inferred = _infer(light)

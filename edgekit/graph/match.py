@@ -83,12 +83,8 @@ def list_moved(graph: Graph) -> set[str]:
     """
     moved = {*graph.inputs, *graph.constants}
     for node in graph.nodes:
-        if (
-            node.domain in {"", ORT_DOMAIN}
-            and node.op_type in _MOVING | _JOINING
-            and moved.issuperset(filter(None, node.input))
-        ):
-            moved.update(node.output)
+        keeps = node.domain in {"", ORT_DOMAIN} and node.op_type in _MOVING | _JOINING
+        moved.update(node.output if keeps and moved.issuperset(filter(None, node.input)) else ())
     return moved & graph.outputs
 
 

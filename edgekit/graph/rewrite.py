@@ -197,16 +197,24 @@ class Writer(msgspec.Struct, kw_only=True):
         """Returns an input that is a constant number, which the rewrite needs."""
         return known(self.graph.number(self.node.given(at)))
 
-    def add(self, op: str, inputs: Sequence[str], part: str = "", **attributes: Any) -> str:
-        """Adds a node and returns its output; without a `part` it is the last, with the name of the replaced node."""
+    def add(self, op: str, inputs: Sequence[str], part: str = "", *, into: str = "", **attributes: Any) -> str:
+        """Adds a node and returns its output; without a `part` it is the last, with the name of the replaced node.
+
+        The output is named after the node's first one and the part, unless `into` names it: another of its outputs.
+        """
         name = f"{self.node.proto.name}/{part}" if part else self.node.proto.name
         own = next(filter(None, self.node.output))
-        output = f"{own}/{part}" if part else own
+        output = into or (f"{own}/{part}" if part else own)
         # Where a node is called as its output is, so may be a constant, which is named after the node.
         if part and output == name and any(tensor.name == output for tensor in self.graph.proto.initializer):
             output += "-made"
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attributes))
         return output
+
+    def requantize(self, name: str, parameters: Sequence[str], domain: str, parts: tuple[str, str]) -> str:
+        """Adds Q and DQ with this scale and zero point after a value, and returns the result."""
+        values = self.add("QuantizeLinear", [name, *parameters], parts[0], domain=domain)
+        return self.add("DequantizeLinear", [values, *parameters], parts[1], domain=domain)
 
     def cut(self, name: str, part: str, sizes: Sequence[int], axis: int) -> tuple[str, ...]:
         """Adds a Split of opset 13 or later and returns its outputs; equal `sizes` share one constant."""
@@ -233,9 +241,9 @@ class Writer(msgspec.Struct, kw_only=True):
         """Adds a constant of int64, such as a shape or axes, and returns its name."""
         return self.constant(part, values, "int64")
 
-    def reshape(self, x: str, sizes: str, shape: Sequence[int], part: str = "") -> str:
-        """Adds a Reshape and returns its output; `sizes` is the part of the name of the constant with the shape."""
-        return self.add("Reshape", [x, self.ints(sizes, shape)], part)
+    def reshape(self, x: str, sizes: str, shape: Sequence[int], part: str = "", *, into: str = "") -> str:
+        """Adds a Reshape as `add`; `sizes` is the part of the name of the constant with the shape."""
+        return self.add("Reshape", [x, self.ints(sizes, shape)], part, into=into)
 
     def constants(self, values: Mapping[str, Any], dtype: str = "") -> list[str]:
         """Adds constants by their parts and returns their names; for the type see `constant`."""

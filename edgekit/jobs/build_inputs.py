@@ -19,7 +19,7 @@ from edgekit.data.data_check import accept_pixels
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
-from edgekit.data.split import SampleSets, read_sample_sets
+from edgekit.data.sets import SampleSets, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.spatial import takes_raw_pixels

@@ -21,9 +21,8 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, write_labels, write_rows, writing_rows
 from edgekit.bundle.group import wiring as wires
 from edgekit.bundle.group.group import find_equal_weights, share_weights, write_group
-from edgekit.data.labels import Label
 from edgekit.data.samples import Samples
-from edgekit.data.split import SampleSets, read_sample_sets
+from edgekit.data.sets import Label, SampleSets, read_sample_sets
 from edgekit.devices.find import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.jobs.build import build

@@ -13,9 +13,8 @@ from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
 from edgekit.check.report import CheckReport, find_stopping
 from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, warn_if_few
-from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, limit_samples
-from edgekit.data.split import load_sequences
+from edgekit.data.sets import load_sequences, read_task_labels
 from edgekit.devices.find import choose_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph

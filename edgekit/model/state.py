@@ -97,18 +97,15 @@ def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
         return f"feeds several inputs from '{again}'", "name one output for each input"
     if state.steps > 1 and not state.feeds:
         fault = "asks for steps, and by their names no output of the model feeds an input"
-        return fault, _propose_feeds(inputs, outputs)
+        # The pairs of equal type and shape.
+        every = [(spec, out) for spec in inputs for out in outputs]
+        candidates = [(spec, out) for spec, out in every if (spec.dtype, spec.shape) == (out.dtype, out.shape)]
+        pairs = ", ".join(f'"{spec.name}" = "{out.name}"' for spec, out in candidates[:4]) or '"INPUT" = "OUTPUT"'
+        line = f"[state] feeds = {{ {pairs} }}, without what is no state"
+        return fault, f"say which does in a recipe (--recipe FILE): {line}"
     if state.steps > 1 and len(state.feeds) == len(inputs):
         return "feeds every input", "leave out the one that brings something new"
     return None
-
-
-def _propose_feeds(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
-    """Returns the line of a recipe that states the feeds, with the pairs of equal type and shape filled in."""
-    every = [(spec, out) for spec in inputs for out in outputs]
-    candidates = [(spec, out) for spec, out in every if (spec.dtype, spec.shape) == (out.dtype, out.shape)]
-    pairs = ", ".join(f'"{spec.name}" = "{out.name}"' for spec, out in candidates[:4]) or '"INPUT" = "OUTPUT"'
-    return f"say which does in a recipe (--recipe FILE): [state] feeds = {{ {pairs} }}, without what is no state"
 
 
 def fits(spec: TensorSpec, output: TensorSpec) -> bool:

@@ -37,8 +37,14 @@ def skim_weights(model: Model) -> onnx.ModelProto | None:
     cut = [node for node in iterate_nodes(proto.graph) if any(map(_is_cut, node.attribute))]
     if cut and not (all(node.op_type in _ENSEMBLES for node in cut) and _loads(model)):
         return None
+    kinds = onnx.AttributeProto
     for index, node in enumerate(cut):
-        _leave_leaf(node, float(index))
+        # One leaf, with a value of its own: nodes with different values are not merged.
+        leaf = {kinds.INTS: [0], kinds.FLOATS: [float(index)], kinds.STRINGS: ["LEAF"]}
+        for at, old in enumerate(node.attribute):
+            if old.name.startswith(LISTS_OF_TREES):
+                one = leaf.get(old.type) or helper.make_tensor(old.t.name, old.t.data_type, [1], [float(index)])
+                node.attribute[at].CopyFrom(helper.make_attribute(old.name, one))
     absent = {tensor.name for tensor in proto.graph.initializer if is_absent(tensor)}
     is_inner = sum(map(is_absent, iterate_tensors(proto.graph))) > len(absent)
     return proto if not is_inner and absent <= set(_find_weights(proto.graph)) else None
@@ -51,15 +57,6 @@ _ENSEMBLES = frozenset({"TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 def _is_cut(attribute: onnx.AttributeProto) -> bool:
     has_entries = attribute.ints or attribute.floats or attribute.strings or not is_absent(attribute.t)
     return attribute.name.startswith(LISTS_OF_TREES) and not has_entries
-
-
-def _leave_leaf(node: onnx.NodeProto, value: float) -> None:
-    """Gives a tree ensemble one leaf of this value, in place. Nodes with different values are not merged."""
-    leaf = {onnx.AttributeProto.INTS: [0], onnx.AttributeProto.FLOATS: [value], onnx.AttributeProto.STRINGS: ["LEAF"]}
-    for at, old in enumerate(node.attribute):
-        if old.name.startswith(LISTS_OF_TREES):
-            one = leaf.get(old.type) or helper.make_tensor(old.t.name, old.t.data_type, [1], [value])
-            node.attribute[at].CopyFrom(helper.make_attribute(old.name, one))
 
 
 # By digest: loading large trees takes seconds, and several sketches are made of a model.

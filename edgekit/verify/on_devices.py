@@ -18,7 +18,6 @@ from edgekit.bundle.group.group import Group, extract_member
 from edgekit.bundle.group.wiring import run_pipeline
 from edgekit.bundle.sign import require_private_key
 from edgekit.data.data_check import refusing_bad
-from edgekit.data.labels import read_task_labels
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import (
     Samples,
@@ -29,7 +28,7 @@ from edgekit.data.samples import (
     spread_indices,
     spread_sequences,
 )
-from edgekit.data.split import load_sequences
+from edgekit.data.sets import load_sequences, read_task_labels
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device, find_present
 from edgekit.devices.find import DeviceChoice, choose_devices

@@ -16,9 +16,9 @@ from edgekit.bundle.folder import GOLDEN, Bundle, read_target
 from edgekit.bundle.golden import Golden, KnownOutputs, read_inputs, read_labels, read_outputs
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
-from edgekit.data.labels import Label
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples, map_samples, order_for_runs, select_samples
+from edgekit.data.sets import Label
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device

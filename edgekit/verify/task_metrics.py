@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgekit.data.labels import Boxes, Label, LabelKind
 from edgekit.data.samples import Samples, load_function
+from edgekit.data.sets import Boxes, Label, LabelKind
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, look_up, quote_error, reraised
 from edgekit.machine import spell_install
 from edgekit.model.model import Model

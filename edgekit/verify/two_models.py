@@ -10,8 +10,8 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.data.labels import read_task_labels
 from edgekit.data.samples import Samples, keep_small, map_samples, spread_indices
+from edgekit.data.sets import read_task_labels
 from edgekit.devices.device import Device
 from edgekit.devices.observe import open_job
 from edgekit.evidence import Judgement, Verdict, join_judgements

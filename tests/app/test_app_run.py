@@ -247,7 +247,7 @@ def test_watch_runs_again_when_a_file_changes(app: Path, shown: Shown, monkeypat
         if len(waits) == 2:
             app.write_text(app.read_text().replace("samples = 8", "samples = 8  # as before"))
 
-    monkeypatch.setattr("edgekit.cli.run.time.sleep", wait)
+    monkeypatch.setattr("edgekit.cli.build.time.sleep", wait)
     printed = shown(["run", str(app), "--only", "coreml", "--watch", "--quiet"], 130)
     # Nothing changed in the first second; then the file did, but nothing that the bundle is made of.
     assert [line.partition(";")[0] for line in printed.splitlines() if "bundles passed" in line] == [

@@ -20,7 +20,7 @@ from edgekit.bundle.folder import VERIFY, Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import make_golden, read_labels
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.multi import extract_variant, join_bundles
-from edgekit.data.labels import Boxes
+from edgekit.data.sets import Boxes
 from edgekit.devices.bundled import plan_run
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.host import Host

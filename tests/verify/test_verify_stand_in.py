@@ -12,7 +12,7 @@ from verify_devices import InProcess, Lie, restate
 
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import make_golden, read_outputs
-from edgekit.data.labels import Label
+from edgekit.data.sets import Label
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.report.text import list_verify_remarks

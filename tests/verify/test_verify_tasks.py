@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from verify_devices import from_list
 
 from edgekit.bundle.golden import make_golden
-from edgekit.data.labels import FOLDERS, Boxes, Label, read_task_labels
 from edgekit.data.samples import Samples
+from edgekit.data.sets import FOLDERS, Boxes, Label, read_task_labels
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Tensors
 from edgekit.target import TaskLimit

@@ -23,8 +23,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.data.labels import Boxes, Label
 from edgekit.data.samples import Samples, fit_sample
+from edgekit.data.sets import Boxes, Label
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import prepare_model

@@ -47,18 +47,6 @@ _OWN_DOMAINS = frozenset({
 })  # fmt: skip
 
 
-def drop_foreign_opsets(root: Record) -> None:
-    """Drops, in place, the opset imports of custom operators that no node uses.
-
-    ONNX Runtime writes each domain that its process knows, including those that an earlier session loaded for another
-    model.
-    """
-    model = table(root, "model")
-    nodes = (node for graph in iterate_graphs(table(model, "graph")) for node in records(graph, "nodes"))
-    kept = _OWN_DOMAINS | {text(node, "domain") for node in nodes}
-    model["opset_import"] = [entry for entry in records(model, "opset_import") if text(entry, "domain") in kept]
-
-
 def repair_saved(root: Record) -> None:
     """Adds the produced operator to each saved optimisation that lacks it, and its kernel types, in place."""
     model = table(root, "model")
@@ -156,7 +144,12 @@ def canonicalize_file(path: Path) -> None:
             raise ModelError(f"'{path}' holds tables that are not known: {unknown}", hint="use ONNX Runtime 1.31")
         # Before sorting, so that added entries are sorted as well.
         repair_saved(file.root)
-        drop_foreign_opsets(file.root)
+        # ONNX Runtime writes each domain that its process knows, including those that an earlier session loaded for
+        # another model.
+        model = table(file.root, "model")
+        nodes = (node for graph in iterate_graphs(table(model, "graph")) for node in records(graph, "nodes"))
+        kept = _OWN_DOMAINS | {text(node, "domain") for node in nodes}
+        model["opset_import"] = [entry for entry in records(model, "opset_import") if text(entry, "domain") in kept]
         root = sort_tables(file.root, tables.ROOT)
         with replacing_file(path) as temporary:
             tables.write_tables(root, temporary)

@@ -1,28 +1,16 @@
 """Activation functions: Clip, PRelu, HardSwish, GELU and Softmax, fused into one node or split into simpler ones."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import permutations
 
 import numpy as np
 import onnx
 
+from edgekit.graph import match
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import (
-    factors,
-    is_near,
-    keeps_axis,
-    known,
-    made_by,
-    need,
-    other_operand,
-    reduced_axis,
-    scaled_by,
-    square_of,
-    unshape,
-    walk_product,
-)
+from edgekit.graph.match import is_near, known, made_by, need
 from edgekit.graph.nhwc import find_orders
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 
@@ -106,16 +94,16 @@ def join_hard_swish(writer: Writer) -> None:
     The factors may be in any order. The last node of the pattern is replaced. The last bits may differ (1e-6 relative).
     """
     graph = writer.graph
-    whole = scaled_by(graph, writer.node, 1 / 6)
+    whole = match.scaled_by(graph, writer.node, 1 / 6)
     product = known(made_by(graph, writer.node.output[0] if whole is None else whole, "Mul"))
     for data, gate in permutations(product.input, 2):
         # The gate is Clip(x + 3, 0, 6) if the product is divided by 6, else Clip(...) / 6 or a HardSigmoid.
-        inner = gate if whole is not None else scaled_by(graph, graph.producers.get(gate), 1 / 6)
+        inner = gate if whole is not None else match.scaled_by(graph, graph.producers.get(gate), 1 / 6)
         clip = made_by(graph, inner or "", "Clip")
         sigmoid = made_by(graph, gate, "HardSigmoid") if whole is None else None
         is_gate = False
         if clip is not None and [graph.number(bound) for bound in clip.input[1:]] == [0, 6]:
-            is_gate = other_operand(graph, made_by(graph, clip.input[0], "Add"), 3.0) == data
+            is_gate = match.other_operand(graph, made_by(graph, clip.input[0], "Add"), 3.0) == data
         elif sigmoid is not None and sigmoid.input[0] == data:
             is_gate = is_near(sigmoid.number("alpha", 0.2), 1 / 6) and sigmoid.number("beta", 0.5) == 0.5
         if is_gate and graph.value(data).dtype in FLOATS:
@@ -145,7 +133,7 @@ def part_silu(writer: Writer) -> None:
             source = "" if made is None else made.input[0]
         if read is not None and read.input[0] == source and _is_wide(graph, read):
             wider = writer.constant("scale", known(graph.number(read.input[1])) * (1 + 2**-16), "float32")
-            again = _requantize(writer, name, [wider, read.input[2]], read.domain, ("quantized", "again"))
+            again = writer.requantize(name, [wider, read.input[2]], read.domain, ("quantized", "again"))
             writer.add("Mul", [again, gate])
             return
 
@@ -173,7 +161,7 @@ def narrow_mask(writer: Writer) -> None:
             scale = (max(own[1], 0) - least) / (limits.max - limits.min - 1)
             zero = writer.constant("zero", limits.min + math.ceil(-least / scale), own[2])
             names = [writer.constant("scale", scale, "float32"), zero]
-            narrow = _requantize(writer, mask, names, read.domain, ("mask-values", "mask"))
+            narrow = writer.requantize(mask, names, read.domain, ("mask-values", "mask"))
             writer.add("Add", [narrow, scores])
             return
 
@@ -215,7 +203,7 @@ def write_leaky_as_max(writer: Writer) -> None:
     scale = writer.constant("scale", alpha * (high - low) / np.iinfo(kind).max, "float32")
     scaled = writer.add("Mul", [x, slope], "scaled")
     parts = ("scaled-values", "scaled-again")
-    writer.add("Max", [x, _requantize(writer, scaled, [scale, read.input[2]], read.domain, parts)])
+    writer.add("Max", [x, writer.requantize(scaled, [scale, read.input[2]], read.domain, parts)])
 
 
 @node_rewrite("flat-softplus", {"Softplus"}, since=10)
@@ -246,9 +234,9 @@ def flatten_softplus(writer: Writer) -> None:
     again = [reader for each in graph.readers(after.output[0]) for reader in graph.readers(each.output[0])]
     need(all(reader.op_type != "Tanh" for reader in again))
     value = writer.reshape(node.input[0], "three", three, "flat")
-    value = _requantize(writer, value, read.input[1:3], read.domain, ("flat-values", "flat-again"))
+    value = writer.requantize(value, read.input[1:3], read.domain, ("flat-values", "flat-again"))
     value = writer.add("Softplus", [value], "made")
-    value = _requantize(writer, value, after.input[1:3], after.domain, ("made-values", "made-again"))
+    value = writer.requantize(value, after.input[1:3], after.domain, ("made-values", "made-again"))
     writer.reshape(value, "four", four)
 
 
@@ -355,12 +343,6 @@ def bound_exponent(writer: Writer) -> None:
     writer.add(node.op_type, [writer.add("Clip", [node.input[0], *limits], "bounded")])
 
 
-def _requantize(writer: Writer, name: str, parameters: Sequence[str], domain: str, parts: tuple[str, str]) -> str:
-    """Adds Q and DQ with this scale and zero point after a value, and returns the result."""
-    values = writer.add("QuantizeLinear", [name, *parameters], parts[0], domain=domain)
-    return writer.add("DequantizeLinear", [values, *parameters], parts[1], domain=domain)
-
-
 def _made_by(graph: Graph, name: str, op: str) -> Node | None:
     """Returns the node that computes a value if it is this operator, in any domain: contrib Q and DQ have 16 bits."""
     node = graph.producers.get(name)
@@ -452,13 +434,13 @@ def join_gelu(writer: Writer) -> None:
     FastGelu. The last bits may differ (1e-6 relative; with Tanh 1e-5).
     """
     graph, output = writer.graph, writer.node.output[0]
-    for gate in walk_product(graph, output):
-        bent = made_by(graph, other_operand(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")
+    for gate in match.walk_product(graph, output):
+        bent = made_by(graph, match.other_operand(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")
         if bent is None:
             continue
         is_exact, narrow = bent.op_type == "Erf", graph.producers.get(bent.input[0])
-        data = known(scaled_by(graph, narrow, math.sqrt(0.5))) if is_exact else _find_tanh(graph, bent)
-        number, values = factors(graph, output, data)
+        data = known(match.scaled_by(graph, narrow, math.sqrt(0.5))) if is_exact else _find_tanh(graph, bent)
+        number, values = match.factors(graph, output, data)
         need(is_near(number, 0.5) and sorted(values) == sorted((data, gate)) and graph.value(data).dtype != "float16")
         if writer.opset >= _GELU_SINCE:
             writer.add("Gelu", [data], approximate="none" if is_exact else "tanh")
@@ -470,19 +452,19 @@ def join_gelu(writer: Writer) -> None:
 def _find_tanh(graph: Graph, tanh: Node) -> str:
     """Returns x where a node is Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)), in any equivalent form."""
     factor = math.sqrt(2 / math.pi)
-    inside = other_operand(graph, made_by(graph, tanh.input[0], "Mul"), factor)
+    inside = match.other_operand(graph, made_by(graph, tanh.input[0], "Mul"), factor)
     if (added := made_by(graph, inside or "", "Add")) is not None:
         return known(next((x for x, cubic in permutations(added.input) if _is_power(graph, cubic, x, 3)), None))
     # GPT-J and transformers' FastGELUActivation factor x out: Tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x^2)).
-    number, values = factors(graph, tanh.input[0])
+    number, values = match.factors(graph, tanh.input[0])
     need(is_near(number, factor) and len(values) == 2)
-    sums = ((x, other_operand(graph, made_by(graph, total, "Add"), 1.0)) for x, total in permutations(values))
+    sums = ((x, match.other_operand(graph, made_by(graph, total, "Add"), 1.0)) for x, total in permutations(values))
     return known(next((x for x, square in sums if square is not None and _is_power(graph, square, x, 2)), None))
 
 
 def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
     """Returns True if a value is 0.044715 * data^power, written with Pow or with products."""
-    number, values = factors(graph, name, data)
+    number, values = match.factors(graph, name, data)
     return is_near(number, _CUBIC) and sum(_find_exponent(graph, value, data) for value in values) == power
 
 
@@ -491,7 +473,7 @@ def _find_exponent(graph: Graph, name: str, data: str) -> float:
     raised = made_by(graph, name, "Pow")
     if raised is not None and raised.input[0] == data:
         return graph.number(raised.input[1]) or math.nan
-    return 1 if name == data else 2 if square_of(graph, name) == data else math.nan
+    return 1 if name == data else 2 if match.square_of(graph, name) == data else math.nan
 
 
 @node_rewrite("join-softmax", {"Div"})
@@ -556,9 +538,9 @@ def _kept_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
 
     The value must still have this axis, with size 1, as with keepdims=1.
     """
-    reduced = unshape(graph, name)
-    reduced = unshape(graph, other_operand(graph, made_by(graph, reduced, "Max"), -math.inf) or reduced)
+    reduced = match.unshape(graph, name)
+    reduced = match.unshape(graph, match.other_operand(graph, made_by(graph, reduced, "Max"), -math.inf) or reduced)
     node = made_by(graph, reduced, op)
-    axis = None if node is None or node.input[0] != data else reduced_axis(graph, node)
+    axis = None if node is None or node.input[0] != data else match.reduced_axis(graph, node)
     axis = None if axis is None else axis % max(len(graph.value(data).shape or ()), 1)
-    return axis if axis is not None and keeps_axis(graph, name, data, axis) else None
+    return axis if axis is not None and match.keeps_axis(graph, name, data, axis) else None

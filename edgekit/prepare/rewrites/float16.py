@@ -64,8 +64,13 @@ def _replace_type(graph: onnx.GraphProto, kind: int) -> tuple[str, ...]:
     _drop_casts(graph, types, kind)
     before, after = _keep_interface(graph, kind)
     for tensor in models.iterate_tensors(graph):
-        if tensor.data_type == kind:
-            _store_float(tensor)
+        if tensor.data_type == kind and is_absent(tensor):
+            tensor.data_type = _FLOAT
+        elif tensor.data_type == kind:
+            values, most = numpy_helper.to_array(tensor), np.finfo(np.float32).max
+            # The largest float64, as a mask has it, would become infinity.
+            values = np.where(np.isfinite(values), values.clip(-most, most), values).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     for node in models.iterate_nodes(graph):
         for attribute in node.attribute:
             if attribute.name in _TYPE_NAMES and attribute.i == kind:
@@ -128,16 +133,6 @@ def _keep_interface(graph: onnx.GraphProto, kind: int) -> tuple[list[onnx.NodePr
             ends, to = ((name, inner), _FLOAT) if casts is before else ((inner, name), kind)
             casts.append(helper.make_node("Cast", ends[:1], ends[1:], name=f"{inner}/cast", to=to))
     return before, after
-
-
-def _store_float(tensor: onnx.TensorProto) -> None:
-    if is_absent(tensor):
-        tensor.data_type = _FLOAT
-    else:
-        values, most = numpy_helper.to_array(tensor), np.finfo(np.float32).max
-        # The largest float64, as a mask has it, would become infinity.
-        values = np.where(np.isfinite(values), values.clip(-most, most), values).astype(np.float32)
-        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
 MOVED = frozenset({"Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})

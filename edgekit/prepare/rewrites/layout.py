@@ -93,10 +93,11 @@ _ELEMENTWISE = frozenset(
 # Before, a Softmax is that of all axes from its own to the last.
 _SOFTMAX_SINCE = 13
 _REDUCING = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "Softmax"})
+_CUTTING = frozenset({"Gather", "Slice", "Split"})
 _Run = tuple[int, ...]
 
 
-@rewrite("fewer-axes", {"Gather", "Slice", "Split", "Transpose"} | _ELEMENTWISE | _REDUCING)
+@rewrite("fewer-axes", {"Transpose"} | _CUTTING | _ELEMENTWISE | _REDUCING)
 def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Rewrites Gather, Slice, Split, Transpose, sums and curves of five or more axes to ones of fewer.
 
@@ -119,13 +120,15 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
     if opset < _SLICE_INPUTS_SINCE:
         return ()
-    cut = replace_nodes(graph, opset, {"Gather", "Slice", "Split"}, _cut_three_axes, floats=True)
-    turned = replace_nodes(graph, opset, {"Transpose"}, _turn_fewer_axes, floats=True)
-    summed = replace_nodes(graph, opset, _ELEMENTWISE, _sum_fewer_axes, floats=True)
-    reduced = replace_nodes(graph, opset, _REDUCING, _reduce_fewer_axes, floats=True)
-    if changed := (*cut, *turned, *summed, *reduced):
+    changed: list[str] = []
+    for ops, write in (
+        (_CUTTING, _cut_three_axes), ({"Transpose"}, _turn_fewer_axes), (_ELEMENTWISE, _sum_fewer_axes),
+        (_REDUCING, _reduce_fewer_axes),
+    ):  # fmt: skip
+        changed += replace_nodes(graph, opset, ops, write, floats=True)
+    if changed:
         replace_nodes(graph, opset, _VIEWS, view_at_once)
-    return changed
+    return tuple(changed)
 
 
 def _cut_three_axes(writer: Writer) -> None:
@@ -150,8 +153,7 @@ def _cut_three_axes(writer: Writer) -> None:
     cuts = [made, *(f"{made}_{place}" for place in range(1, len(after)))]
     writer.nodes[-1].output[:] = cuts
     for place, (part, name, sizes) in enumerate(zip(cuts, node.output, after, strict=True)):
-        writer.reshape(part, f"sizes_{place}", sizes, f"part_{place}")
-        writer.nodes[-1].output[0] = name
+        writer.reshape(part, f"sizes_{place}", sizes, f"part_{place}", into=name)
 
 
 def _turn_fewer_axes(writer: Writer) -> None:
@@ -367,8 +369,7 @@ def split_to_slices(writer: Writer) -> None:
     axes = writer.ints("axes", [node.integer("axis", 0)])
     for place, name in enumerate(node.output):
         part = "" if name == node.output[-1] else f"part_{place}"
-        writer.add("Slice", [node.input[0], at[place], at[place + 1], axes], part)
-        writer.nodes[-1].output[:] = [name]
+        writer.add("Slice", [node.input[0], at[place], at[place + 1], axes], part, into=name)
 
 
 @node_rewrite("write-pads", {"ConvTranspose"})
@@ -412,8 +413,7 @@ def part_pool(writer: Writer) -> None:
     need({*(node.entries("dilations") or (1,))} == {1} and not node.integer("ceil_mode", 0))
     need(node.attributes.get("auto_pad", "NOTSET") in {"NOTSET", "VALID"})
     pairs = writer.add("MaxPool", [writer.x], "pairs", kernel_shape=[2, 2], strides=[2, 2])
-    rounded = writer.add("QuantizeLinear", [pairs, *read.input[1:3]], "rounded", domain=read.domain)
-    again = writer.add("DequantizeLinear", [rounded, *read.input[1:3]], "again", domain=read.domain)
+    again = writer.requantize(pairs, read.input[1:3], read.domain, ("rounded", "again"))
     writer.add("MaxPool", [again], kernel_shape=[4, 4], strides=[4, 4])
 
 

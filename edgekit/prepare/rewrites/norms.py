@@ -219,6 +219,7 @@ def split_l2_norm(writer: Writer) -> None:
         writer.reshape(norm, "shape", after)
 
 
+# The output that is the sum.
 _SUM = 3
 
 
@@ -235,10 +236,7 @@ def split_skip_norm(writer: Writer) -> None:
     scale, *rest = node.input[2:]
     shift, bias = ("", *rest, "")[:2] if simple else (*rest, "", "")[:2]
     source = writer.add("Add", [writer.x, bias], "biased") if bias else writer.x
-    total = writer.add("Add", [source, node.input[1]], "sum")
-    if len(node.output) > _SUM and node.output[_SUM]:
-        # The node's fourth output is the sum.
-        writer.nodes[-1].output[0] = total = node.output[_SUM]
+    total = writer.add("Add", [source, node.input[1]], "sum", into="".join(node.output[_SUM:]))
     op = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
     writer.add(op, [total, scale, *filter(None, [shift])], axis=-1, epsilon=node.number("epsilon", 1e-12))
 
@@ -261,19 +259,18 @@ def split_embed_norm(writer: Writer) -> None:
     need(node.has_input(_SEGMENTS) == node.has_input(_KINDS) and length <= (table.static_shape or (0,))[0])
     places = node.given(_POSITIONS) or writer.ints("places", np.arange(length)[None])
     words = add("Gather", [node.input[_WORDS], node.input[_IDS]], "words", axis=0)
-    total = add("Add", [words, add("Gather", [node.input[_PLACES], places], "positions", axis=0)], "placed")
-    if node.has_input(_KINDS):
-        total = add("Add", [total, add("Gather", [node.input[_KINDS], node.input[_SEGMENTS]], "kinds", axis=0)], "sum")
-    outputs = (*node.output, "", "")
-    if outputs[2]:
-        writer.nodes[-1].output[0] = total = outputs[2]
-    if outputs[1]:
-        # This output counts the unmasked tokens of each sample; as in ONNX Runtime it is 0 without a mask.
-        if node.has_input(_MASK):
-            add("ReduceSum", [node.input[_MASK], writer.ints("axis", [1])], "counted", keepdims=0)
-        else:
-            add("Identity", [writer.constant("none", [0] * batch, "int32")], "counted")
-        writer.nodes[-1].output[0] = outputs[1]
+    _, count, whole = (*node.output, "", "")[:3]
+    has_kinds, counted = node.has_input(_KINDS), {"part": "counted", "into": count}
+    placed = add("Gather", [node.input[_PLACES], places], "positions", axis=0)
+    total = add("Add", [words, placed], "placed", into="" if has_kinds else whole)
+    if has_kinds:
+        kinds = add("Gather", [node.input[_KINDS], node.input[_SEGMENTS]], "kinds", axis=0)
+        total = add("Add", [total, kinds], "sum", into=whole)
+    # This output counts the unmasked tokens of each sample; as in ONNX Runtime it is 0 without a mask.
+    if count and node.has_input(_MASK):
+        add("ReduceSum", [node.input[_MASK], writer.ints("axis", [1])], keepdims=0, **counted)
+    elif count:
+        add("Identity", [writer.constant("none", [0] * batch, "int32")], **counted)
     norm = [total, node.input[_GAIN], node.input[_SHIFT]]
     add("LayerNormalization", norm, axis=-1, epsilon=node.number("epsilon", 1e-12))
 

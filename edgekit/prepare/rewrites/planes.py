@@ -45,8 +45,7 @@ def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
             tensor = view.constants.get(each)
             if tensor is None and each not in planes:
                 planes[each] = f"{each}/plane"
-                writer.reshape(each, f"{each}/plane/shape", _PLANE, f"{each}/plane")
-                writer.nodes[-1].output[0] = planes[each]
+                writer.reshape(each, f"{each}/plane/shape", _PLANE, f"{each}/plane", into=planes[each])
             elif tensor is not None and len(tensor.dims) > 1 and each not in stored:
                 stored[each] = f"{each}/plane"
                 shape = (*tensor.dims[:-1], 1, tensor.dims[-1])
@@ -58,8 +57,7 @@ def conv_to_planes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
             if attribute.name in _ALONG:
                 # Before each value, that of the new axis; pads have a value for each end.
                 attribute.ints[:] = [each for value in attribute.ints for each in (_ALONG[attribute.name], value)]
-        writer.reshape(planes[name], "line/shape", _LINE, "line")
-        writer.nodes[-1].output[0] = name
+        writer.reshape(planes[name], "line/shape", _LINE, "line", into=name)
 
     changed = replace_nodes(graph, opset, _POOLS | _ELEMENTWISE | _JOINING | {"Conv"}, write)
     read, lines = find_reads(graph) if changed else set[str](), {f"{name}/line" for name in changed}

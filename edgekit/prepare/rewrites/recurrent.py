@@ -71,7 +71,7 @@ def split_lstm(writer: Writer) -> None:
             whole = tuple(reshape(each, f"output-{place}-{turn}", sizes) for turn, each in enumerate(values))
             if len(whole) > 1:
                 writer.add("Concat", whole, f"output-{place}", axis=0 if place else 1)
-            writer.nodes[-1].output[:] = [name]
+            writer.nodes[-1].output[0] = name
 
 
 def _write_step(writer: Writer, part: str, weighted: str, recurrent: str, state: tuple[str, str]) -> tuple[str, str]:

@@ -85,10 +85,10 @@ class Parts(msgspec.Struct, kw_only=True):
         apart = self.reshape(x, f"{part}_apart", [self.heads.batch, rows, heads, size])
         return self.writer.add("Transpose", [apart], f"{part}_heads", perm=[0, 2, 1, 3])
 
-    def hide(self, part: str, counts: str, value: float = MASKED) -> str:
+    def hide(self, counts: str, value: float = MASKED) -> str:
         """Adds a Where that turns a bool mask into an additive bias: 0 where True, else `value`, at least `MASKED`."""
-        numbers = self.writer.constants({f"{part}_kept": 0, f"{part}_away": max(value, MASKED)}, self.heads.dtype)
-        return self.writer.add("Where", [counts, *numbers], part)
+        numbers = self.writer.constants({"bias_kept": 0, "bias_away": max(value, MASKED)}, self.heads.dtype)
+        return self.writer.add("Where", [counts, *numbers], "bias")
 
     def publish(self, name: str, position: int) -> str:
         """Renames a value to the node's output at this position, if the node has it; returns the value's final name."""
@@ -222,7 +222,7 @@ def _expand_onnx(writer: Writer) -> None:
         if value.dtype == "bool" and fixed is not None:
             mask = writer.constant("bias", np.where(fixed, 0, MASKED))
         elif value.dtype == "bool":
-            mask = parts.hide("bias", mask)
+            mask = parts.hide(mask)
         biases.append(mask)
     if node.integer("is_causal", 0):
         biases.append(_hide_later(parts))
@@ -295,7 +295,7 @@ def _list_biases(parts: Parts, form: str, scores_at: int) -> list[str]:
             counts = writer.add("Greater", [mask, writer.constant("nothing", 0, "int32")], "counts")
         else:
             counts = writer.add("Less", [parts.rows(heads.rows, (1, 1, 1, heads.rows)), mask], "counts")
-        biases.append(parts.hide("bias", counts, node.number("mask_filter_value", MASKED)))
+        biases.append(parts.hide(counts, node.number("mask_filter_value", MASKED)))
     if node.integer("unidirectional", 0):
         biases.append(_hide_later(parts))
     return biases + [name for name in (node.given(scores_at),) if name]
@@ -471,4 +471,4 @@ def _mask(case: Parts, last: str, places: str) -> str:
     if window > 0:
         bound = add("Sub", [places, case.writer.constant("window", window, "int32")], "bound")
         counts = add("And", [counts, add("Greater", [rows, bound], "near")], "seen")
-    return case.hide("bias", counts)
+    return case.hide(counts)

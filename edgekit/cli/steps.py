@@ -1,5 +1,6 @@
-"""`edgekit convert`."""
+"""Commands for one step of a build: prepare, quantize and convert."""
 
+import importlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,24 +8,220 @@ from typing import Annotated, Any, Literal, get_args
 
 import click
 
+from edgekit._files import write_file
 from edgekit._ort import Level
 from edgekit.check.report import count_of
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Option, as_command
-from edgekit.cli.options import split_names
-from edgekit.cli.screen import print_table, show_line, show_remarks
+from edgekit.cli.options import name_values, split_names
+from edgekit.cli.screen import print_table, show_json, show_line, show_lines, show_remarks
 from edgekit.convert.context import ContextOptions
 from edgekit.convert.ort_form import Cpu, Equality, LevelModel, OrtOptions, Style
+from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.devices.find import load_target_here
-from edgekit.errors import UsageError
+from edgekit.errors import UsageError, look_up
+from edgekit.jobs.check import PrepareOptions, PrepareReport, prepare_for
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
-from edgekit.model.model import ORT_FORMATS
+from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
+from edgekit.model.model import ORT_FORMATS, load_model
 from edgekit.prepare.fix import FuseOptions
+from edgekit.prepare.interface import LAYOUTS, InterfaceChanges, Layout
 from edgekit.progress import Progress
+from edgekit.quantize.ranges import METHODS
 from edgekit.quantize.weight_only.convert import BlockRounding, WeightForm, WeightOnlyOptions
-from edgekit.recipe import Recipe
-from edgekit.report.tables import format_bytes, format_times, make_table
+from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, Recipe, load_metric
+from edgekit.report.tables import describe_quantization, format_bytes, format_times, make_table
 from edgekit.target import Target, read_version
+
+
+def _read_layout(option: str, name: str, value: str) -> Layout:
+    return look_up(LAYOUTS, value, f"{option} {name}={value}: there is no layout '{value}'")
+
+
+@as_command
+def prepare_command(
+    model: options.ModelFile,
+    dims: options.Sizes,
+    opset: Annotated[int | None, Option("Convert to this opset, up or down.", "N")],
+    inputs: Annotated[
+        str | None,
+        Option(
+            "Keep these inputs; a value inside the graph becomes an input, and the nodes before it are removed.", "A,B"
+        ),
+    ],
+    outputs: Annotated[
+        str | None, Option("Keep these outputs, or values inside the graph, and what they need.", "A,B")
+    ],
+    freeze: options.Freeze,
+    renames: Annotated[dict[str, str], name_values("Rename an input or an output.", "OLD=NEW", "--rename")],
+    layouts: Annotated[
+        dict[str, Layout],
+        name_values("Layout in which the app passes an input.", "INPUT=nhwc", "--layout", _read_layout),
+    ],
+    embedded: Annotated[
+        str | None,
+        Option(
+            "Take uint8 images: the normalisation of this preprocessing moves into the model.",
+            "[INPUT=]FILE.toml",
+            "--embed-preprocess",
+        ),
+    ],
+    external: Annotated[
+        bool | None,
+        Option(
+            "Weights in a file beside the model, or in it. Default: beside from 1 GiB on.",
+            words="--external-data/--inline-data",
+            default=None,
+        ),
+    ],
+    custom_ops: options.CustomOps,
+    dequantize: Annotated[bool, Option("Make a dynamically quantized model float, for other targets than the CPU.")],
+    fix: Annotated[
+        bool,
+        Option("Apply the rewrites that check calls automatic (the default).", words="--fix/--no-fix", default=True),
+    ],
+    target: Annotated[str | None, Option("Also apply the rewrites with which this target takes more nodes.", "NAME")],
+    settings: options.Settings,
+    out: Annotated[Path, Option("The prepared model (.onnx).", "FILE")],
+    progress: Progress,
+) -> Answer:
+    """Fix the shapes of MODEL and clean its graph, as a provider will see it.
+
+    \b
+    Example:
+      edgekit prepare model.onnx --dim batch=1 --outputs scores,boxes --out prepared.onnx
+      edgekit prepare model.onnx --fix --target nnapi --set api_level=31 --out prepared.onnx
+    """
+    options.require_suffix(out, ".onnx")
+    source = load_model(model, custom_ops=custom_ops)
+    image_input, preprocess = _parse_embedded(embedded)
+    changes = InterfaceChanges(
+        preprocess=preprocess,
+        image_input=image_input,
+        layouts=layouts,
+        renames=renames,
+    )
+    prepare_options = PrepareOptions(
+        dims=dims,
+        opset=opset,
+        inputs=options.split_names(inputs),
+        outputs=options.split_names(outputs),
+        constants=freeze,
+        changes=changes,
+        dequantize=dequantize,
+        fix=fix,
+        external=external,
+        target=None if target is None else load_target_here(target, settings),
+    )
+    report = prepare_for(source, out, prepare_options, progress)
+    return Answer(report, lambda: _show_prepared(report, out))
+
+
+def _parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
+    """Parses --embed-preprocess [INPUT=]FILE: returns the input, "" if none is named, and the preprocessing.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if given is None:
+        return "", None
+    name, equals, file = given.rpartition("=")
+    # A path may contain "=".
+    if not equals or Path(given).exists():
+        return "", load_preprocess(Path(given))
+    return name, load_preprocess(Path(file))
+
+
+def _show_prepared(report: PrepareReport, out: Path) -> None:
+    """Prints the prepared model, the rewrites and their gain, and the images that an app passes to it."""
+    show_line(f"{out}: {count_of(report.model.node_count, 'node')}, opset {report.model.opsets.get('ai.onnx')}")
+    show_remarks((*report.model.inputs, *report.model.outputs) if report.is_refaced else ())
+    for fix in report.fixes:
+        show_line(f"- {fix.id}: {count_of(len(fix.nodes), 'node')}")
+    if report.gain is not None:
+        for when, share in (("before", report.gain.before), ("after", report.gain.after)):
+            taken = f"{share.taken}/{share.nodes} nodes, {share.taken_macs:.0%} of MACs"
+            show_line(
+                f"{when}: {report.gain.target}: {share.verdict}; {taken} in {count_of(share.partitions, 'partition')}"
+            )
+    if report.preprocess is not None:
+        left = report.preprocess
+        show_line(f"an app gives {left.color} images of {left.size[0]} x {left.size[1]} as uint8, not normalised")
+
+
+@as_command
+def quantize_command(
+    model: options.ModelFile,
+    data: options.DataSource,
+    preprocess: options.PreprocessFile,
+    target: options.TargetName,
+    settings: options.Settings,
+    dims: options.Sizes,
+    freeze: options.Freeze,
+    samples: options.SampleCount,
+    steps: options.Steps,
+    precision: Annotated[
+        PrecisionChoice | None, Option("Default: auto.", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False))
+    ],
+    method: Annotated[str, Option(f"The range method: {', '.join(METHODS)}.", "NAME", default="auto")],
+    max_drop: Annotated[float | None, options.max_drop("Search for a plan that drops by at most this percentage.")],
+    labels: Annotated[Path | None, Option("The label of each sample of DATA.", "FILE")],
+    metric: options.Metric,
+    recipe: Annotated[Path | None, Option("Options in a .toml file, such as [outputs].", "FILE")],
+    state: Annotated[Path | None, Option("Keep the search in FILE: an interrupted one continues from it.", "FILE")],
+    cache: options.CacheFolder,
+    time_budget: Annotated[
+        float | None, options.time_budget("Limit planning to this time; calibrating and writing come on top")
+    ],
+    plan_only: Annotated[bool, Option("Print the plan as JSON and write no model.")],
+    plan: Annotated[Path | None, Option("Apply a plan that --plan-only printed.", "FILE")],
+    html: Annotated[Path | None, Option("A page with a chart of every layer.", "FILE")],
+    out: Annotated[Path | None, Option("The QDQ model (.onnx).", "FILE")],
+    progress: Progress,
+) -> Answer:
+    """Make a static INT8 model (QDQ) of MODEL for a target. Exit code 1: no plan met --max-drop, the best is written.
+
+    With --labels the drop is measured, by top1 or --metric; without, it is estimated.
+
+    \b
+    Example:
+      edgekit quantize model.onnx --data samples.npz --target nnapi --out model.int8.onnx
+      edgekit quantize model.onnx --data samples.npz --labels masks.npy --metric miou --target qnn --out q.onnx
+    """
+    if metric is not None and labels is None:
+        raise UsageError("--metric needs labels", hint="give --labels FILE")
+    limit = None if metric is None else load_metric(metric)
+    tables = {"dims": dims, "freeze": freeze, "settings": settings}
+    values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": limit}
+    chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
+    source = options.read_data(data, preprocess, labels=labels)
+    # Options that would have no effect are errors.
+    if chosen.max_drop is not None:
+        options.refuse_unused("--method --plan --plan-only", "--max-drop plans by itself")
+    elif state is not None:
+        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")
+    if plan is not None:
+        options.refuse_unused("--method --plan-only --time-budget", "--plan is applied as it stands")
+    if plan_only:
+        options.refuse_unused("--out --html --labels", "--plan-only writes no model and measures none")
+    options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
+    options.require_suffix(out, ".onnx")
+    layers = html is not None
+    quantize_options = QuantizeOptions(
+        method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget
+    )
+    if plan_only:
+        planned = plan_for(model, source, chosen, quantize_options, progress)
+        return Answer(planned, lambda: show_json(planned))
+    if out is None:
+        raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
+    report = quantize_for(model, source, out, chosen, quantize_options, progress)
+    if html is not None:
+        # Imported only if needed: the import takes as long as quantizing a small network.
+        pages = importlib.import_module("edgekit.report.html")
+        write_file(html, pages.render_quantization(report).encode())
+    return Answer(report, lambda: show_lines(describe_quantization(report)), report.met is not False)
+
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 _MAX_PARTS = 4
