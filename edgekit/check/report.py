@@ -415,7 +415,9 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
     name_nodes(proto.graph)
     fix_dims(proto.graph, dims, may_stay_open=True)
     return tuple(
-        ModelNode(
+        fill(
+            ModelNode,
+            trace,
             name=node.name,
             op=node.op_type,
             domain=node.domain or "ai.onnx",
@@ -423,9 +425,6 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
             reasons=(),
             macs=count_macs(graph, node),
             bytes=count_bytes(graph, node),
-            fate=trace.fate,
-            became=trace.became,
-            note=trace.note,
         )
         for graph, node, trace in trace_nodes(assume_sizes(infer_graph(proto)), read_graph(prepared))
     )

@@ -20,6 +20,7 @@ from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
 from edgekit.model.model import ORT_FORMATS, Model, find_reader, iterate_graphs, list_element_types, read_proto
 from edgekit.prepare.external import write_with_weights
+from edgekit.serialize import fill
 from edgekit.target import Form, Target, read_version
 
 
@@ -322,8 +323,7 @@ def convert_forms(
             if form in options:
                 return write_ort_form(source, work, options[form])
             if form == "context" and target is not None:
-                made = compile_context(stamped.path.name, target, work, context)
-                return Written(files=made.files, compatibility=made.compatibility, versions=made.versions)
+                return fill(Written, compile_context(stamped.path.name, target, work, context))
             return Written(files=(stamped.path.name, *stamped.external_files))
 
         written = {form: write(form) for form in forms}

@@ -23,7 +23,7 @@ from edgekit.devices.process import exchange
 from edgekit.errors import DataError, DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
-from edgekit.serialize import ready_type
+from edgekit.serialize import fill, ready_type
 
 # The order in which samples run is part of the format, because the digest of the inputs depends on it.
 _FORMAT = "edgekit-run-2"
@@ -91,14 +91,14 @@ class Recording(WrappedDevice, frozen=True, kw_only=True):
         run = self.device.run_job(job, work)
         if not self.written:
             waited_ms = 1000.0 * (time.monotonic() - begun)
-            fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"waited_ms"}
-            claim = Claim(
+            claim = fill(
+                Claim,
+                run,
                 bundle_sha256=self.bundle_sha256,
                 model_sha256=digest_file(job.model),
                 inputs_sha256=digest_samples(job.samples),
                 outputs_sha256=digest_samples(run.outputs),
                 samples=run.outputs.count,
-                **{name: getattr(run, name) for name in fields},
                 waited_ms=waited_ms,
             )
             self.written.append((claim, run.outputs))
@@ -160,13 +160,8 @@ class Recorded(Device, frozen=True, kw_only=True):
                 raise self._explain("has turns with another digest than it claims")
             for _, answer in zip(job.samples, outputs, strict=False):
                 job.on_outputs(answer)
-        fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"device", "notes"}
-        return DeviceRun(
-            device=f"{self.claim.device} (recorded)",
-            outputs=outputs,
-            notes=(f"{self.path.name}: {self.signer}", *self.claim.notes),
-            **{name: getattr(self.claim, name) for name in fields},
-        )
+        device, notes = f"{self.claim.device} (recorded)", (f"{self.path.name}: {self.signer}", *self.claim.notes)
+        return fill(DeviceRun, self.claim, device=device, outputs=outputs, notes=notes)
 
     def _find_mismatches(self, job: Job) -> Iterator[str]:
         """Yields the reasons why the run is not a run of a job."""

@@ -29,6 +29,7 @@ from edgekit.devices.process.files import cache_folder, digest_sources, find_sou
 from edgekit.errors import DeviceError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
+from edgekit.serialize import fill
 
 MIN_NODE = 18
 
@@ -302,8 +303,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
                 abis := tuple(abi for abi in release.imports if self._build(abi, release, staging, work, progress))
             ):
                 raise DeviceError(no_compiler, hint=self.needs[next(iter(release.imports))])
-            facts = {name: getattr(release, name) for name in Archive.__struct_fields__}
-            installed = Installed(**facts, abis=abis, sources=digest_sources(self.system))
+            installed = fill(Installed, release, abis=abis, sources=digest_sources(self.system))
             write_file(staging / FACTS, msgspec.json.encode(installed))
         return installed
 

@@ -33,7 +33,7 @@ from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.report.html import draw_worst, render_build
 from edgekit.report.summary import BuildReport, BundleSummary
-from edgekit.serialize import to_json
+from edgekit.serialize import fill, to_json
 from edgekit.target import Target
 from edgekit.verify.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices
@@ -281,14 +281,12 @@ def _summarize(source: Model, target: Target, finished: _Finished, out: Path) ->
     if isinstance(result, EdgekitError):
         return BundleSummary(target=target.name, title=target.title, failure=str(result))
     manifest = result.bundle.manifest
-    return BundleSummary(
-        target=target.name,
-        title=target.title,
+    return fill(
+        BundleSummary,
+        manifest,
+        target,
         path=out / result.bundle.folder.name,
         notes=result.notes,
-        precision=manifest.precision,
-        precision_reason=target.precision_reason,
-        forms=manifest.forms,
         form_reason=target.conversion.reason,
         sha256=result.bundle.sha256,
         files={name: entry.sha256 for name, entry in manifest.files.items()},

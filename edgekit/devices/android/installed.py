@@ -20,6 +20,7 @@ from edgekit.devices.release import Loader, Release, fetch_members, find_compile
 from edgekit.errors import DeviceError, UsageError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
+from edgekit.serialize import fill
 from edgekit.target import read_version
 
 ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
@@ -249,5 +250,4 @@ def find_app_runtime() -> AppRuntime | None:
     """Returns the installed archive as an app ships it, or None."""
     if (installed := LOADER.find_installed()) is None:
         return None
-    facts = {name: getattr(installed, name) for name in ("archive", "sha256", "version", "libraries")}
-    return AppRuntime(**facts, classes=LOADER.folder / "classes.jar")
+    return fill(AppRuntime, installed, classes=LOADER.folder / "classes.jar")

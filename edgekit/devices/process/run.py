@@ -4,6 +4,7 @@ The program is the runner in Python, as a child process, or another one that a c
 on another machine.
 """
 
+import contextlib
 import select
 import sys
 import tempfile
@@ -17,20 +18,11 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
-from edgekit.devices.device import (
-    LEAST_SAMPLES,
-    STOPPED,
-    Device,
-    DeviceRun,
-    Job,
-    Measured,
-    PlacedNode,
-    RunOptions,
-    refuse_run,
-)
+from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, PlacedNode, refuse_run
 from edgekit.devices.process import exchange
 from edgekit.errors import DeviceError, ModelError, TargetError, require_known
 from edgekit.model.external import skim_model
+from edgekit.serialize import fill
 
 STANDALONE = Path(__file__).parents[1] / "standalone"
 """Programs that run in another process or on another machine, and import nothing of edgekit."""
@@ -95,7 +87,9 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -
         config.pop("session.disable_cpu_ep_fallback", None)
     if not job.digests_hold:
         config.pop(REPLAY_SAVED, None)
-    request = exchange.RunnerJob(
+    request = fill(
+        exchange.RunnerJob,
+        job,
         # Absolute, because the child has its own working directory.
         model=str(job.model.resolve()),
         provider=provider,
@@ -106,7 +100,6 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -
         # ONNX Runtime does not record the assignment of nodes for files in ORT format: it is read from the profile.
         profile=job.model.suffix == ".ort" and not job.trace,
         custom_ops=tuple(map(str, job.custom_ops)),
-        **{name: getattr(job, name) for name in RunOptions.__struct_fields__},
     )
     return msgspec.structs.replace(request, **changes)
 
@@ -279,44 +272,29 @@ def judge_run(
         return msgspec.structs.replace(refuse_run(device, ""), outputs=outputs, failure=failure)
     # Programs check the clock before they know that there is no further sample.
     stopped_early = report.status == "stopped" and outputs.count < job.samples.count
-    measured = {name: getattr(report, name) for name in Measured.__struct_fields__}
-    # Further times belong to a sample whose outputs did not come back.
-    measured["latency_ms"] = report.latency_ms[: outputs.count * job.repeat]
-    measured["elapsed_ms"] = report.elapsed_ms[: outputs.count]
-    return DeviceRun(
+    note = f"{STOPPED} {outputs.count} of {job.samples.count} samples, because {job.budget_s:g} s were over"
+    placed = [
+        (printable(it.name, MAX_LOG), *map(printable, (it.op, it.domain, it.provider))) for it in report.placement
+    ]
+    # The program knows only that one provider took everything, so the nodes are those of the file.
+    if report.placed_whole:
+        placed, whole = [], printable(report.placed_whole)
+        with contextlib.suppress(ModelError):  # not an ONNX file: the nodes are not known
+            placed = [(node.name, node.op_type, node.domain, whole) for node in skim_model(job.model).graph.node]
+    return fill(
+        DeviceRun,
+        report,
         device=device.name,
         evidence=device.evidence,
         outputs=outputs,
-        placement=_read_placement(report, job.model),
-        placement_source=report.placement_source,
+        # Further times belong to a sample whose outputs did not come back.
+        latency_ms=report.latency_ms[: outputs.count * job.repeat],
+        elapsed_ms=report.elapsed_ms[: outputs.count],
+        placement=tuple(PlacedNode(name=name, op=op, domain=domain, provider=by) for name, op, domain, by in placed),
         versions={printable(key): printable(value) for key, value in list(report.versions.items())[:_MAX_VERSIONS]},
-        notes=(f"{STOPPED} {outputs.count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
-        if stopped_early
-        else (),
+        notes=(note,) if stopped_early else (),
         stopped_early=stopped_early,
         failure=failure,
-        **measured,
-    )
-
-
-def _read_placement(report: exchange.RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
-    # The program knows only that one provider took everything, so the nodes are those of the file.
-    if report.placed_whole:
-        try:
-            nodes = skim_model(model).graph.node
-        except ModelError:
-            return ()  # not an ONNX file: the nodes are not known
-        whole = printable(report.placed_whole)
-        return tuple(PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=whole) for node in nodes)
-
-    return tuple(
-        PlacedNode(
-            name=printable(node.name, MAX_LOG),
-            op=printable(node.op),
-            domain=printable(node.domain),
-            provider=printable(node.provider),
-        )
-        for node in report.placement
     )
 
 

@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-import msgspec
-
 from edgekit._files import read_chunks
 from edgekit._proc import run_process, stream_process
 from edgekit.devices.device import Device
@@ -79,18 +77,6 @@ class Shell(Device, frozen=True, kw_only=True):
     def probe(self) -> str:
         """The command by which a user sees whether the machine answers at all."""
         raise NotImplementedError
-
-
-class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored on the machine.
-
-    `sizes` are those of the wanted set's files, empty if it is not there; `left` are folders of programs and transfers
-    that have ended.
-    """
-
-    sizes: tuple[int, ...]
-    left: tuple[str, ...]
-    free_bytes: int | None
 
 
 def ask(
@@ -154,19 +140,18 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
         if path.is_absolute() or ".." in path.parts or str(path) != name or not name.isprintable():
             raise DeviceError(f"'{name}' is no name for a file on a device", hint="rename the file")
     digest = digest_files(files)
-    stored = _list_stored(shell, base, digest, list(wanted))
-    to_remove = list(stored.left)
-    if stored.sizes == tuple(path.stat().st_size for path in wanted.values()):
+    sizes, to_remove, free_bytes = _list_stored(shell, base, digest, list(wanted))
+    if sizes == [path.stat().st_size for path in wanted.values()]:
         if to_remove:
             script = f"cd {shlex.quote(base)} || exit 1\n{_script_removals(base, to_remove)}"
             ask(shell, script, step="removing left-overs")
         return f"{base}/{digest}"
-    if stored.sizes:  # the set is there, but damaged, as after a sudden power-off
+    if sizes:  # the set is there, but damaged, as after a sudden power-off
         to_remove.append(digest)
     # It gets its final name only when it is complete and checked, so that a set that is found is always complete.
     part = make_folder_name("part")
     try:
-        _fill(shell, base, part, digest, wanted, stored, to_remove)
+        _fill(shell, base, part, digest, wanted, free_bytes, to_remove)
     except BaseException:
         remove_folder(shell, base, part)
         raise
@@ -190,7 +175,12 @@ def wrap_program(base: str, run: str, argv: Sequence[str]) -> str:
     )
 
 
-def _list_stored(shell: Shell, base: str, digest: str, names: Sequence[str]) -> _Stored:
+def _list_stored(shell: Shell, base: str, digest: str, names: Sequence[str]) -> tuple[list[int], list[str], int | None]:
+    """Returns what is stored on the machine, and the free bytes there, None if these are unknown.
+
+    First the sizes of the wanted set's files, none if it is not there, then the folders of programs and transfers that
+    have ended.
+    """
     place = shlex.quote(base)
     listed = " ".join(shlex.quote(name) for name in names)
     script = f"""
@@ -203,23 +193,19 @@ exit 0"""
     lines = [[*line.split(" "), ""] for line in ask(shell, script, step="looking at what is there").splitlines()]
     sizes = [int(words[1]) for words in lines if words[0] == "size" and _is_number(words[1])]
     free = [int(words[1]) * 1024 for words in lines if words[0] == "free" and _is_number(words[1])]
-
-    return _Stored(
-        sizes=tuple(sizes[: len(names)]),
-        left=tuple(words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])),
-        free_bytes=free[-1] if free else None,
-    )
+    left = [words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])]
+    return sizes[: len(names)], left, free[-1] if free else None
 
 
 def _fill(
-    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], stored: _Stored, stale: Sequence[str]
+    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], free: int | None, stale: Sequence[str]
 ) -> None:
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
     size_bytes = sum(path.stat().st_size for path in wanted.values())
     needed = size_bytes + _SPARE_BYTES
     # Checked before anything is sent, because sending may take minutes.
-    if stored.free_bytes is not None and stored.free_bytes < needed:
-        sizes = f"{needed >> 10} kB are needed below '{base}', {stored.free_bytes >> 10} kB are free"
+    if free is not None and free < needed:
+        sizes = f"{needed >> 10} kB are needed below '{base}', {free >> 10} kB are free"
         raise DeviceError(f"'{shell.name}' while sending files: {sizes}", hint="free space on the device")
     place = shlex.quote(base)
     # Files are sent under numbers, so that no tar handles the user's file names. Of tar's complaint the first line
