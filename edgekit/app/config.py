@@ -365,16 +365,16 @@ def _resolve_source(folder: Path, source: str) -> str:
 
 
 def _check_names(app: App, source: Source) -> None:
-    """Checks the names of tables and the paths of models.
+    """Checks the names of tables, the paths of models, and the settings of targets.
 
     Raises:
-        UsageError: a table or a file does not exist, or a name is used twice.
+        UsageError: a table, a file or a setting does not exist, or a name is used twice.
     """
     table = app.table
     for section, subjects in (("models", table.models), ("groups", table.groups)):
         for name, subject in subjects.items():
-            for target in subject.targets:
-                source.require_name(target, table.targets, "target", section, name, "targets")
+            for wanted in subject.targets:
+                source.require_name(wanted, table.targets, "target", section, name, "targets")
             path = app.path.parent / subject.path
             if not path.is_file():
                 words = f"there is no {section.removesuffix('s')} '{path}'"
@@ -385,7 +385,17 @@ def _check_names(app: App, source: Source) -> None:
         if group.data.golden is not None:
             raise source.refuse(("groups", name, "data", "golden"), "a group has no golden build", hint="leave it out")
     for name, entry in table.targets.items():
-        _check_target(app, name, entry, source)
+        # The target must have the parameters and limits that the file names.
+        target_name = _name_target(app, name, entry)
+        settings = {key: str(value) for key, value in entry.settings.items()}
+        for key in ("target", "settings", "thresholds"):
+            try:
+                target = load_target(target_name, settings if key != "target" else {})
+                if key == "thresholds" and entry.thresholds:
+                    limits = {target.name: entry.thresholds}
+                    load_targets(Recipe(targets=(target_name,), settings=settings, thresholds=limits))
+            except UsageError as error:
+                raise source.refuse(("targets", name, key), error.message, hint=error.hint or "") from error
     known = {**table.models, **table.groups}
     for name, package in table.packages.items():
         if not package.model and len(known) > 1:
@@ -393,26 +403,8 @@ def _check_names(app: App, source: Source) -> None:
             raise source.refuse(("packages", name), words, hint=f"add model = NAME: {', '.join(known)}")
         if package.model:
             source.require_name(package.model, known, "model", "packages", name, "model")
-        for target in package.targets:
-            source.require_name(target, table.targets, "target", "packages", name, "targets")
-
-
-def _check_target(app: App, name: str, table: TargetTable, source: Source) -> None:
-    """Checks the parameters and limits of a target.
-
-    Raises:
-        UsageError: the target does not have them; with their line and column.
-    """
-    target_name = _name_target(app, name, table)
-    settings = {key: str(value) for key, value in table.settings.items()}
-    for key in ("target", "settings", "thresholds"):
-        try:
-            target = load_target(target_name, settings if key != "target" else {})
-            if key == "thresholds" and table.thresholds:
-                limits = {target.name: table.thresholds}
-                load_targets(Recipe(targets=(target_name,), settings=settings, thresholds=limits))
-        except UsageError as error:
-            raise source.refuse(("targets", name, key), error.message, hint=error.hint or "") from error
+        for wanted in package.targets:
+            source.require_name(wanted, table.targets, "target", "packages", name, "targets")
 
 
 def _name_target(app: App, name: str, table: TargetTable) -> str:

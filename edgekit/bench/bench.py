@@ -13,19 +13,7 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.latency import (
-    Ratio,
-    compare_rounds,
-    count_needed,
-    describe_change,
-    describe_drift,
-    find_drift,
-    find_energy,
-    find_impossible_time,
-    find_steady,
-    measure_round,
-    median_interval,
-)
+from edgekit.bench import latency
 from edgekit.bench.subject import Opening, Subject, open_pair, open_subject
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue, SkippedDevice, find_present
@@ -116,7 +104,7 @@ def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
     # procedure (Ann. Math. Stat. 16, 1945).
     first = run_block(device, job, effort.runs or min(FIRST_RUNS, fitting), effort.seconds, guess_ms)
     seconds_left = effort.seconds - sum(first.latency_ms) / 1e3
-    wanted = min(count_needed(first.latency_ms, PRECISION), MAX_RUNS, fitting) - len(first.latency_ms)
+    wanted = min(latency.count_needed(first.latency_ms, PRECISION), MAX_RUNS, fitting) - len(first.latency_ms)
     if effort.runs is not None or wanted <= 0 or seconds_left <= 0:
         return (first,)
     return first, run_block(device, job, wanted, seconds_left, guess_ms)
@@ -174,7 +162,7 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
     slices = math.ceil((runs + max_warmup) / repeat) + (job.concurrency > 1)
     run, outputs = _run(device, job, slices=slices, repeat=repeat, seconds=seconds)
     # A device slower than estimated made fewer runs: at most half of them are warm-up.
-    warmup = find_steady(run.latency_ms, min(max_warmup, len(run.latency_ms) // 2))
+    warmup = latency.find_steady(run.latency_ms, min(max_warmup, len(run.latency_ms) // 2))
     times = run.latency_ms[warmup : warmup + runs]
     steady = run.elapsed_ms[1:]
     pace_ms = median(steady) / repeat if steady else median(times)
@@ -199,7 +187,7 @@ def run_slices(device: Device, job: Job, work: Path, *, slices: int, repeat: int
     sample = list(job.samples)[:1]
     samples = Samples(source=job.samples.source, count=slices, read=lambda: iter(sample * slices))
     run = device.run_job(msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds), work)
-    impossible = find_impossible_time((*run.latency_ms, *run.elapsed_ms))
+    impossible = latency.find_impossible_time((*run.latency_ms, *run.elapsed_ms))
     if failure := run.failure or (impossible and f"'{device.name}' cannot be timed: {impossible}"):
         raise DeviceError(failure, hint=f"edgekit devices test {device.name}")
     return run
@@ -223,7 +211,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     b: str
     a_median_ms: float = 0.0
     b_median_ms: float = 0.0
-    ratio: Ratio | None = None
+    ratio: latency.Ratio | None = None
     failure: str | None = None
 
 
@@ -242,8 +230,8 @@ def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress:
 
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS} on {device.name}")
-            rounds.append(measure_round(number, (0, 1), measure))
-        ratio = compare_rounds(rounds)
+            rounds.append(latency.measure_round(number, (0, 1), measure))
+        ratio = latency.compare_rounds(rounds)
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=error.message)
     except ValueError as error:
@@ -420,7 +408,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
     counts = count_nodes(last, job)
     median, p90, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 90.0, 95.0, 99.0]))
     # The energy covers all runs, including warm-up, and the making of the session.
-    used = [find_energy(block.run.before, block.run.after) for block in blocks]
+    used = [latency.find_energy(block.run.before, block.run.after) for block in blocks]
     runs = sum(len(block.run.latency_ms) for block in blocks)
     known = [joules for joules in used if joules is not None]
     run = msgspec.structs.replace(
@@ -434,7 +422,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
         min_ms=float(series.min()),
         max_ms=float(series.max()),
         std_ms=float(series.std(ddof=1)) if len(series) > 1 else 0.0,
-        interval_ms=median_interval(series),
+        interval_ms=latency.median_interval(series),
         throughput_per_s=1e3 * (1 if empty.queue else empty.batch) / blocks[-1].pace_ms if median > 0 else 0.0,
         load_ms=last.load_ms,
         first_ms=blocks[0].first_ms,
@@ -459,9 +447,9 @@ def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Ite
     if not run.provider_nodes.get(provider):
         yield f"silent fallback: {provider} took no node"
     for block in blocks:
-        if (drift := find_drift(block.latency_ms)) is not None:
-            yield describe_drift(drift)
-        yield from describe_change(block.run.before, block.run.after)
+        if (drift := latency.find_drift(block.latency_ms)) is not None:
+            yield latency.describe_drift(drift)
+        yield from latency.describe_change(block.run.before, block.run.after)
     low, high = run.interval_ms
     half_width = (high - low) / 2 / run.median_ms if run.median_ms > 0 else 0.0
     if half_width > PRECISION:

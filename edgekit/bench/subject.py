@@ -26,19 +26,6 @@ from edgekit.prepare.shapes import find_unset, formula_names, name_dims, size_in
 from edgekit.target import Form, Target
 
 
-def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns inputs whose dynamic first axes are set to 1.
-
-    Raises:
-        UsageError: no input has a dynamic first axis, so that there is no batch.
-    """
-    if not (free := find_free(inputs)):
-        words = "--batch means nothing here: no input has a dynamic first axis"
-        raise UsageError(words, hint="edgekit inspect MODEL says how its exporter opens it; or leave --batch out")
-    cut = {spec.name: msgspec.structs.replace(spec, shape=(1, *(spec.shape or ())[1:])) for spec in inputs}
-    return tuple(cut[spec.name] if spec.name in free else spec for spec in inputs)
-
-
 def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | None) -> Samples:
     """Returns the first sample, or `batch` samples stacked along dynamic first axes; too few samples are repeated.
 
@@ -110,15 +97,37 @@ def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
         ModelError: the model cannot be read.
         DataError: the data does not fit the model.
     """
-    if path.is_dir():
-        if opening.target is not None:
-            raise UsageError("--target means nothing for a bundle", hint="its manifest says how it is opened")
-        if opening.dims:
-            raise UsageError("--dim means nothing for a bundle", hint="its golden samples have their sizes")
-        if opening.freeze:
-            raise UsageError("--freeze means nothing for a bundle", hint="build it with --freeze")
-        return _open_bundle(path, work, opening)
-    return _open_model(path, work, opening)
+    if not path.is_dir():
+        return _open_model(path, work, opening)
+    if opening.target is not None:
+        raise UsageError("--target means nothing for a bundle", hint="its manifest says how it is opened")
+    if opening.dims:
+        raise UsageError("--dim means nothing for a bundle", hint="its golden samples have their sizes")
+    if opening.freeze:
+        raise UsageError("--freeze means nothing for a bundle", hint="build it with --freeze")
+    bundle = open_bundle(path)
+    # Digests are checked while a copy is made, so that exactly what the manifest covers is timed, even if the folder
+    # changes later.
+    copy = snapshot_bundle(bundle, bundle.manifest.forms, work / path.resolve().name)
+    chosen = read_target(copy)
+    inputs = bundle.golden.inputs
+    samples = read_inputs(copy.golden) if opening.data is None else load_samples(opening.data, inputs)
+    sample = stack_samples(samples, inputs, opening.batch)
+
+    def job_for(device: Device) -> Job:
+        plan, tuned = plan_run(copy, device, 1), find_tuned(copy.manifest, device) if opening.tuned else None
+        form = opening.form or (tuned.form if tuned else "") or plan.form
+        job = make_job(copy, msgspec.structs.replace(plan, form=form), sample)
+        return job if tuned is None else set_job(job, tuned)
+
+    return Subject(
+        name=path.resolve().name,
+        target_for=lambda _: chosen,
+        job_for=job_for,
+        default_device=next((planned.device for planned in chosen.verification), "host"),
+        batch=opening.batch or 1,
+        rows=tuple(sorted(find_free(inputs))),
+    )
 
 
 def open_pair(path: Path, against: Path, work: Path, opening: Opening) -> tuple[Subject, Subject]:
@@ -146,32 +155,6 @@ def _list_keys(path: Path) -> set[str]:
     return name_dims(inputs) | {f"{spec.name}:{axis}" for spec in inputs for axis in range(len(spec.shape or ()))}
 
 
-def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
-    bundle = open_bundle(path)
-    # Digests are checked while a copy is made, so that exactly what the manifest covers is timed, even if the folder
-    # changes later.
-    copy = snapshot_bundle(bundle, bundle.manifest.forms, work / path.resolve().name)
-    chosen = read_target(copy)
-    inputs = bundle.golden.inputs
-    samples = read_inputs(copy.golden) if opening.data is None else load_samples(opening.data, inputs)
-    sample = stack_samples(samples, inputs, opening.batch)
-
-    def job_for(device: Device) -> Job:
-        plan, tuned = plan_run(copy, device, 1), find_tuned(copy.manifest, device) if opening.tuned else None
-        form = opening.form or (tuned.form if tuned else "") or plan.form
-        job = make_job(copy, msgspec.structs.replace(plan, form=form), sample)
-        return job if tuned is None else set_job(job, tuned)
-
-    return Subject(
-        name=path.resolve().name,
-        target_for=lambda _: chosen,
-        job_for=job_for,
-        default_device=next((planned.device for planned in chosen.verification), "host"),
-        batch=opening.batch or 1,
-        rows=tuple(sorted(find_free(inputs))),
-    )
-
-
 def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     model: Model | None = None
     if path.suffix != ".ort":
@@ -182,8 +165,14 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     else:
         inputs, outputs = read_interface(path)
     target = None if opening.target is None else load_target_here(opening.target)
-    # Rows of a batch are stacked: each sample has one.
-    wanted = inputs if opening.batch is None else cut_rows(inputs)
+    free, wanted = find_free(inputs), inputs
+    if opening.batch is not None:
+        if not free:
+            words = "--batch means nothing here: no input has a dynamic first axis"
+            raise UsageError(words, hint="edgekit inspect MODEL says how its exporter opens it; or leave --batch out")
+        # Rows of a batch are stacked: each sample has one.
+        cut = {spec.name: msgspec.structs.replace(spec, shape=(1, *(spec.shape or ())[1:])) for spec in inputs}
+        wanted = tuple(cut[spec.name] if spec.name in free else spec for spec in inputs)
     sample = stack_samples(_read_samples(path, inputs, wanted, opening), inputs, opening.batch)
     if not all(spec.is_tensor for spec in outputs):
         # Devices return maps and sequences, such as ZipMap's, as the tensors that one run gives.
@@ -219,7 +208,7 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
         job_for=job_for,
         default_device="host",
         batch=opening.batch or 1,
-        rows=tuple(sorted(find_free(inputs))),
+        rows=tuple(sorted(free)),
         notes=tuple(notes),
     )
 

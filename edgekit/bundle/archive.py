@@ -251,27 +251,20 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
         raise BundleError(f"'{path}' is no zip and no tar", hint="a compressed tar is not opened: decompress it first")
     # The file is opened once, so that the checked content is that which is read.
     with path.open("rb") as file, _files.staged_folder(out) as staging:
-        read = _read_zip if is_zip else _read_tar
-        members = _check_members(convert_errors(read(file), path), path, limits or Limits())
+        limits, members, total = limits or Limits(), list[Member](), 0
+        max_bytes = min(limits.size_bytes, limits.ratio * path.stat().st_size)
+        for member in convert_errors((_read_zip if is_zip else _read_tar)(file), path):
+            # The stated sizes are added up: reading a file stops at its stated size.
+            total += member.size_bytes
+            if len(members) == limits.files or total > max_bytes:
+                allowed = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"
+                raise BundleError(f"'{path}' would unpack to more than {allowed}", hint=_DISTRUST)
+            members.append(member)
+        if (unsafe := find_unsafe((member.name for member in members), f"in '{path}'")) is not None:
+            raise BundleError(unsafe, hint=_DISTRUST)
         for member in members:
             _files.write_new(_files.safe_join(staging, member.name), convert_errors(member.read(), path))
     return tuple(sorted(member.name for member in members))
-
-
-def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> list[Member]:
-    max_bytes = min(limits.size_bytes, limits.ratio * path.stat().st_size)
-    found: list[Member] = []
-    total = 0
-    for member in members:
-        # The stated sizes are added up: reading a file stops at its stated size.
-        total += member.size_bytes
-        if len(found) == limits.files or total > max_bytes:
-            allowed = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"
-            raise BundleError(f"'{path}' would unpack to more than {allowed}", hint=_DISTRUST)
-        found.append(member)
-    if (unsafe := find_unsafe((member.name for member in found), f"in '{path}'")) is not None:
-        raise BundleError(unsafe, hint=_DISTRUST)
-    return found
 
 
 def _write_zip(entries: Mapping[str, Path | bytes], out: Path) -> None:

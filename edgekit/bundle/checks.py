@@ -108,7 +108,15 @@ def check_files(folder: Path, files: Mapping[str, BundledFile], optional: Collec
     Raises:
         BundleError: a file is missing, altered, unlisted, a link, or bears an unsafe name.
     """
-    _check_names(folder, files, optional)
+    present = {name for name, _ in iterate_files(folder)} - set(optional)
+    # An additional file is an alteration too, because apps copy whole folders.
+    for name in sorted(present - files.keys()):
+        words = f"bundle '{folder}' holds {name!r}, which its manifest does not list"
+        raise BundleError(words, hint="remove that file")
+    for name in sorted(files.keys() - present):
+        raise BundleError(f"bundle '{folder}' lacks the file {name[:200]!r}", hint="build the bundle again")
+    if (unsafe := find_unsafe(sorted(files), f"of bundle '{folder}'")) is not None:
+        raise BundleError(unsafe, hint="build the bundle again")
     for name, entry in files.items():
         path = safe_join(folder, name)
         _check_regular(path, name, folder)
@@ -128,19 +136,6 @@ def iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
         # A link to a folder is not followed but listed, so that it is refused as no regular file.
         if path.is_symlink() or not path.is_dir():
             yield path.relative_to(folder).as_posix(), path
-
-
-def _check_names(folder: Path, files: Iterable[str], optional: Collection[str]) -> None:
-    listed = set(files)
-    present = {name for name, _ in iterate_files(folder)} - set(optional)
-    # An additional file is an alteration too, because apps copy whole folders.
-    for name in sorted(present - listed):
-        words = f"bundle '{folder}' holds {name!r}, which its manifest does not list"
-        raise BundleError(words, hint="remove that file")
-    for name in sorted(listed - present):
-        raise BundleError(f"bundle '{folder}' lacks the file {name[:200]!r}", hint="build the bundle again")
-    if (unsafe := find_unsafe(sorted(listed), f"of bundle '{folder}'")) is not None:
-        raise BundleError(unsafe, hint="build the bundle again")
 
 
 def _check_regular(path: Path, name: str, folder: Path) -> None:

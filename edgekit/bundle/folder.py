@@ -5,7 +5,7 @@ A device runs a copy whose digests were checked while it was written, so that no
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -334,10 +334,47 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
         raise BundleError(words, hint="build the bundle again")
 
 
-# Bundles nested in one root folder, which stores common files once: variants of an index, members of a group. Each has
-# a folder with its manifest; its files are there too, or elsewhere below the root. The listing of the root
-# (`index.json`, `group.json`) has the digest of each manifest.
 _HINT = "build it again, or fetch it again"
+
+
+class Nested(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle in a root folder that stores common files once: a variant of an index, or a member of a group.
+
+    `folder` has its manifest, whose digest `entry` is in the root's listing (`index.json`, `group.json`). `places` are
+    the paths of its files from the root, by their names in the manifest: in `folder`, or elsewhere below the root.
+    """
+
+    folder: str
+    entry: BundledFile
+    manifest: Manifest
+    places: Mapping[str, str]
+
+    @property
+    def model_file(self) -> str:
+        """The path from the root of the file that an app loads."""
+        return self.places[self.manifest.model_file]
+
+    @property
+    def files(self) -> dict[str, BundledFile]:
+        """The manifest and every file that it lists, by their paths from the root."""
+        listed = {self.places[name]: file for name, file in self.manifest.files.items()}
+        return {f"{self.folder}/{MANIFEST}": self.entry, **listed}
+
+    def extract(self, root: Path, out: Path) -> Bundle:
+        """Writes the bundle as a folder of its own into `out`, and opens it.
+
+        Raises:
+            BundleError: it was altered since the root was opened.
+            OutputError: `out` cannot be written.
+        """
+        with _files.staged_folder(out) as staging:
+            for name, place in self.places.items():
+                _files.copy_once(root / place, staging / name)
+            _files.write_file(staging / MANIFEST, read_bounded(root, f"{self.folder}/{MANIFEST}"))
+        bundle = open_bundle(out)
+        if bundle.sha256 != self.entry.sha256:
+            raise BundleError(f"'{self.folder}' of '{root}' was altered", hint=_HINT)
+        return bundle
 
 
 def require_folder_name(name: str, source: str) -> None:
@@ -369,31 +406,3 @@ def find_shared(sets: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
         counts.update(each.keys())
         known.update(each)
     return {digest: known[digest] for digest in sorted(counts) if counts[digest] > 1}
-
-
-def list_nested(
-    folder: str, entry: BundledFile, manifest: Manifest, places: Mapping[str, str]
-) -> dict[str, BundledFile]:
-    """Returns the manifest in a folder and every file that it lists, by their paths from the root."""
-    return {f"{folder}/{MANIFEST}": entry, **{places[name]: file for name, file in manifest.files.items()}}
-
-
-def extract_nested(
-    root: Path, folder: str, entry: BundledFile, find_places: Callable[[Manifest], Mapping[str, str]], out: Path
-) -> Bundle:
-    """Writes a nested bundle as a folder of its own into `out`, and opens it; `find_places` gives paths from the root.
-
-    Raises:
-        BundleError: it was altered since the root was opened.
-        OutputError: `out` cannot be written.
-    """
-    data = read_bounded(root, f"{folder}/{MANIFEST}")
-    places = find_places(decode_manifest(data, f"{root}/{folder}/{MANIFEST}"))
-    with _files.staged_folder(out) as staging:
-        for name, place in places.items():
-            _files.copy_once(root / place, staging / name)
-        _files.write_file(staging / MANIFEST, data)
-    bundle = open_bundle(out)
-    if bundle.sha256 != entry.sha256:
-        raise BundleError(f"'{folder}' of '{root}' was altered", hint=_HINT)
-    return bundle

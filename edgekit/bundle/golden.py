@@ -113,8 +113,19 @@ class Rows:
         if len({name for name, *_ in arrays}) < len(arrays):
             raise DataError(f"'{self._name}' has two tensors of one name with '{SHAPES}'", hint="rename an output")
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for array in sorted(arrays, key=itemgetter(0)):
-                _pack(archive, *array)
+            for name, dtype, shape, data in sorted(arrays, key=itemgetter(0)):
+                header = BytesIO()
+                fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+                # Version 1.0 of the header, which every numpy reads.
+                np.lib.format.write_array_header_1_0(header, fields)
+                entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
+                entry.create_system = 3
+                entry.external_attr = 0o644 << 16
+                # With the size known, no version of Python writes a zip64 record, whose bytes differ between versions.
+                entry.file_size = header.tell() + measure_content(data)
+                with archive.open(entry, "w") as out:
+                    out.write(header.getvalue())
+                    copy_into(data, out)
 
 
 class _Column(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,21 +176,6 @@ class _Column(msgspec.Struct, frozen=True, kw_only=True):
         else:
             shape = (sum(map(math.prod, self.shapes)),) if is_ragged else (len(self.shapes), *self.shapes[0])
             yield self.name, self.dtype, shape, self.path
-
-
-def _pack(file: zipfile.ZipFile, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: bytes | Path) -> None:
-    header = BytesIO()
-    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    # Version 1.0 of the header, which every numpy reads.
-    np.lib.format.write_array_header_1_0(header, fields)
-    entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
-    entry.create_system = 3
-    entry.external_attr = 0o644 << 16
-    # With the size known, no version of Python writes a zip64 record, whose bytes differ between versions.
-    entry.file_size = header.tell() + measure_content(data)
-    with file.open(entry, "w") as out:
-        out.write(header.getvalue())
-        copy_into(data, out)
 
 
 def _name_dtype(dtype: np.dtype[Any]) -> str:

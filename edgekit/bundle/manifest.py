@@ -71,15 +71,13 @@ def open_specs(known: Sequence[TensorSpec], stated: Sequence[TensorSpec], names:
     """
     shapes, kept = {spec.name: spec.shape for spec in stated}, frozenset(names)
 
-    def join(sizes: Sequence[int | str | None], dims: Sequence[int | str | None]) -> Iterator[int | str | None]:
-        for size, dim in zip(sizes, dims, strict=True):
-            yield size if isinstance(dim, int) else dim if dim in kept else None
-
     def free(spec: TensorSpec) -> TensorSpec:
         sizes, dims = spec.shape, shapes.get(spec.name)
         if sizes is None or dims is None or len(sizes) != len(dims):
             return spec
-        return TensorSpec(name=spec.name, dtype=spec.dtype, shape=tuple(join(sizes, dims)))
+        pairs = zip(sizes, dims, strict=True)
+        shape = tuple(size if isinstance(dim, int) else dim if dim in kept else None for size, dim in pairs)
+        return TensorSpec(name=spec.name, dtype=spec.dtype, shape=shape)
 
     return [free(spec) for spec in known]
 

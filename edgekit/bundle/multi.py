@@ -5,8 +5,7 @@ This module also opens a bundle in any container: a folder, an archive, or eithe
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Sequence
-from functools import partial
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +16,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle import folder as folders
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.expected import Recorded
-from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
+from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, Nested, open_bundle
 from edgekit.bundle.group.group import is_group, open_group
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult, sign_files
@@ -68,11 +67,13 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class MultiBundle(msgspec.Struct, frozen=True, kw_only=True):
     """An opened folder with an index; `sha256` is that of `index.json`, and so of everything in the folder.
 
-    `digests` hold the sha256 of every file in it except the reports (`verify.json`); `attested` is as in `Bundle`.
+    `nested` are the bundles by target. `digests` hold the sha256 of every file in it except the reports
+    (`verify.json`); `attested` is as in `Bundle`.
     """
 
     folder: Path
     index: Index
+    nested: Mapping[str, Nested]
     sha256: str
     digests: dict[str, str]
     attested: TestResult | None = None
@@ -120,24 +121,24 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
         raise UsageError("the bundles are of different models", hint="join the bundles of one edgekit build")
     # The bytes must not depend on the order of the arguments.
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
-    index = _make_index([(bundle.manifest, bundle.manifest_file) for bundle in bundles])
+    index, nested = _make_index([(bundle.manifest, bundle.manifest_file) for bundle in bundles])
     # An existing folder is replaced only if it is a joined one.
     if out.is_dir() and any(out.iterdir()) and not (out / INDEX).is_file():
         raise OutputError(f"'{out}' is a folder with other files", hint="give the name of a new folder")
     with staged_folder(out) as staging:
         for bundle in bundles:
-            for name, place in _find_places(bundle.manifest, index.shared).items():
+            variant = nested[bundle.manifest.target]
+            for name, place in variant.places.items():
                 copy_once(bundle.folder / name, staging / place)
-            folder = staging / _VARIANTS / bundle.manifest.target
             for name in (MANIFEST, VERIFY):
                 source = bundle.folder / name
                 if source.is_file() and not source.is_symlink():
-                    copy_once(source, folder / name)
+                    copy_once(source, staging / variant.folder / name)
         data = encode_json(index)
         write_file(staging / INDEX, data)
-    files = _list_files(index, [bundle.manifest for bundle in bundles])
-    digests = {INDEX: digest_bytes(data), **{place: file.sha256 for place, file in files.items()}}
-    return MultiBundle(folder=out, index=index, sha256=digests[INDEX], digests=digests)
+    files = (pair for each in nested.values() for pair in each.files.items())
+    digests = {INDEX: digest_bytes(data), **{place: file.sha256 for place, file in files}}
+    return MultiBundle(folder=out, index=index, nested=nested, sha256=digests[INDEX], digests=digests)
 
 
 def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
@@ -156,12 +157,13 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
         folders.require_folder_name(variant.target if is_own else variant.folder, listing.source)
         manifests.append((folders.read_nested(path, variant.folder, variant.manifest, INDEX), variant.manifest))
     # The index must be the same as that computed from the manifests.
-    if not manifests or index != _make_index(manifests):
+    expected, nested = _make_index(manifests) if manifests else (None, dict[str, Nested]())
+    if index != expected:
         words = f"'{listing.source}' contradicts the manifests of its variants"
         raise BundleError(words, hint="join the bundles again")
-    files = _list_files(index, [manifest for manifest, _ in manifests])
+    files = dict(pair for each in nested.values() for pair in each.files.items())
     digests = listing.check_folder(files, [f"{variant.folder}/{VERIFY}" for variant in index.variants])
-    return MultiBundle(folder=path, index=index, sha256=listing.sha256, digests=digests, attested=listing.attested)
+    return fill(MultiBundle, listing, index=index, nested=nested, digests=digests)
 
 
 def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
@@ -171,10 +173,7 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
         UsageError: there is no such target in it.
         OutputError: `out` cannot be written.
     """
-    by_target = {variant.target: variant for variant in multi.index.variants}
-    variant = look_up(by_target, target, f"'{multi.folder}' has no variant '{target}'")
-    find = partial(_find_places, shared=multi.index.shared)
-    return folders.extract_nested(multi.folder, variant.folder, variant.manifest, find, out)
+    return look_up(multi.nested, target, f"'{multi.folder}' has no variant '{target}'").extract(multi.folder, out)
 
 
 def choose_variant(
@@ -197,57 +196,46 @@ def choose_variant(
     return None if nearest is None else Choice(variant=nearest, provider=CPU_PROVIDER)
 
 
-def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
-    """Returns the index of variants with these manifests and the digests of their files, each target once."""
-    ordered = sorted({manifest.target: (manifest, file) for manifest, file in manifests}.values(), key=_rank)
+def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> tuple[Index, dict[str, Nested]]:
+    """Returns the index of variants with these manifests and the digests of their files, each target once.
+
+    The second result are the bundles by target, with the path of each of their files, relative to the index.
+    """
+    ranks = {provider: rank for rank, provider in enumerate(PREFERENCE)}
+    variants = {manifest.target: (manifest, file) for manifest, file in manifests}
+    ordered = sorted(variants.values(), key=lambda it: (ranks.get(it[0].provider, len(ranks)), it[0].target))
     shared = folders.find_shared({it.sha256: it for it in _sharable(manifest).values()} for manifest, _ in ordered)
+    nested: dict[str, Nested] = {}
+    for manifest, file in ordered:
+        folder = f"{_VARIANTS}/{manifest.target}"
+        places = {name: f"{folder}/{name}" for name in manifest.files}
+        places |= {name: f"{_SHARED}/{e.sha256}" for name, e in _sharable(manifest).items() if e.sha256 in shared}
+        nested[manifest.target] = Nested(folder=folder, entry=file, manifest=manifest, places=places)
     first = manifests[0][0]
-    return Index(
+    index = Index(
         name=first.name,
         source=first.ancestry.source,
         variants=tuple(
             fill(
                 Variant,
-                manifest,
-                folder=f"{_VARIANTS}/{manifest.target}",
-                manifest=file,
-                systems={name: platform.minimum_os for name, platform in manifest.platforms.items()},
-                socs=manifest.tested.socs,
-                model_file=_find_places(manifest, shared)[manifest.model_file],
+                each,
+                each.manifest,
+                manifest=each.entry,
+                systems={name: platform.minimum_os for name, platform in each.manifest.platforms.items()},
+                socs=each.manifest.tested.socs,
             )
-            for manifest, file in ordered
-            if manifest.ancestry.source == first.ancestry.source
+            for each in nested.values()
+            if each.manifest.ancestry.source == first.ancestry.source
         ),
         shared=shared,
     )
-
-
-def _rank(described: tuple[Manifest, BundledFile]) -> tuple[int, str]:
-    provider, target = described[0].provider, described[0].target
-    return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), target)
+    return index, nested
 
 
 def _sharable(manifest: Manifest) -> dict[str, BundledFile]:
     """Returns the files of a variant that may be in `shared/`: all but models with external data."""
     with_external_data = {name for names in manifest.forms.values() if len(names) > 1 for name in names}
     return {name: entry for name, entry in manifest.files.items() if name not in with_external_data}
-
-
-def _find_places(manifest: Manifest, shared: Collection[str]) -> dict[str, str]:
-    """Returns the path of each file of a variant, relative to the index."""
-    places = {name: f"{_VARIANTS}/{manifest.target}/{name}" for name in manifest.files}
-    common = {name: f"{_SHARED}/{e.sha256}" for name, e in _sharable(manifest).items() if e.sha256 in shared}
-    return places | common
-
-
-def _list_files(index: Index, manifests: Sequence[Manifest]) -> dict[str, BundledFile]:
-    """Returns every file of a folder with an index, by its path."""
-    variants = {variant.target: variant for variant in index.variants}
-    files: dict[str, BundledFile] = {}
-    for manifest in manifests:
-        variant = variants[manifest.target]
-        files |= folders.list_nested(variant.folder, variant.manifest, manifest, _find_places(manifest, index.shared))
-    return files
 
 
 class SignedBundle(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ What is signed is an in-toto statement about the bundle's files and its verifica
 
 import base64
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,7 +186,7 @@ def require_private_key(key: Path) -> None:
         UsageError: the key cannot be read, or is no Ed25519 private key without a password.
         MissingExtraError: `cryptography` is not installed.
     """
-    _load_private(key)
+    _load_key(key, "private")
 
 
 def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key: Path) -> str:
@@ -199,7 +199,7 @@ def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key
         OutputError: the folder cannot be written.
         MissingExtraError: `cryptography` is not installed.
     """
-    signer, keyid = _load_private(key)
+    signer, keyid = _load_key(key, "private")
     payload = encode_json(Statement(subject=list_subjects(digests), predicate=result))
     signature = EnvelopeSignature(keyid=keyid, sig=_spell(signer.sign(encode_preauth(payload))))
     write_file(folder / SIGNATURE, encode_json(Envelope(payload=_spell(payload), signatures=(signature,))))
@@ -216,7 +216,7 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
         UsageError: the key cannot be read, or is no Ed25519 public key.
         MissingExtraError: `cryptography` is not installed.
     """
-    public, key_id = _load_public(key)
+    public, key_id = _load_key(key, "public")
     place = folder / SIGNATURE
     if not os.path.lexists(place):
         raise BundleError(f"'{folder}' is not signed", hint=f"sign it: {_SIGN}")
@@ -252,7 +252,7 @@ def sign_digest(digest: str, key: Path) -> DigestSignature:
         UsageError: the key cannot be read, or is no Ed25519 private key without a password.
         MissingExtraError: `cryptography` is not installed.
     """
-    signer, keyid = _load_private(key)
+    signer, keyid = _load_key(key, "private")
     return DigestSignature(keyid=keyid, signature=_spell(signer.sign(_name_run(digest))))
 
 
@@ -264,7 +264,7 @@ def check_digest_signature(seal: DigestSignature | None, digest: str, what: str,
         UsageError: the key cannot be read, or is no Ed25519 public key.
         MissingExtraError: `cryptography` is not installed.
     """
-    public, key_id = _load_public(key)
+    public, key_id = _load_key(key, "public")
     if seal is None:
         words = f"'{what}' is not signed"
         raise BundleError(words, hint="ask for one that is: edgekit verify --export FILE --sign-run KEY")
@@ -276,15 +276,6 @@ def check_digest_signature(seal: DigestSignature | None, digest: str, what: str,
 def _name_run(digest: str) -> bytes:
     """Returns the bytes to sign; their prefix makes sure that they are never those of a bundle's statement."""
     return b"edgekit recorded run\n" + digest.encode()
-
-
-def _load_public(key: Path) -> tuple[Any, str]:
-    """Returns a public key, and its id."""
-    serialization, ed25519 = _load_library()
-    public = _load_key(key, "public", serialization.load_pem_public_key)
-    if not isinstance(public, ed25519.Ed25519PublicKey):
-        raise UsageError(f"'{key}' is no Ed25519 public key", hint=_KEY_HINT)
-    return public, _identify(public, serialization)
 
 
 def _require_key(keyid: str, wanted: str, what: str) -> None:
@@ -304,25 +295,27 @@ def _load_library() -> tuple[Any, Any]:
     return serialization, ed25519
 
 
-def _load_private(key: Path) -> tuple[Any, str]:
-    """Returns a private key, and the id of its public half."""
-    serialization, ed25519 = _load_library()
-    private: Any = _load_key(key, "private", lambda data: serialization.load_pem_private_key(data, password=None))
-    if not isinstance(private, ed25519.Ed25519PrivateKey):
-        raise UsageError(f"'{key}' is no Ed25519 private key", hint=_KEY_HINT)
-    return private, _identify(private.public_key(), serialization)
-
-
-def _load_key(path: Path, half: str, load: Callable[[bytes], object]) -> object:
+def _load_key(path: Path, half: Literal["public", "private"]) -> tuple[Any, str]:
+    """Returns a key, and its id: the sha256 of the public key in DER, as `openssl pkey -pubin -outform DER` writes."""
+    (serialization, ed25519), is_public = _load_library(), half == "public"
     from cryptography.exceptions import InternalError, UnsupportedAlgorithm  # noqa: PLC0415 - an optional extra
 
     try:
         with path.open("rb") as file:
-            return load(file.read(_MAX_BYTES))
+            data = file.read(_MAX_BYTES)
+        key: Any = (
+            serialization.load_pem_public_key(data)
+            if is_public
+            else serialization.load_pem_private_key(data, password=None)
+        )
     except OSError as error:
         raise UsageError(f"cannot read the {half} key '{path}': {error.strerror}", hint=_KEY_HINT) from error
     except (ValueError, TypeError, InternalError, UnsupportedAlgorithm) as error:
         raise UsageError(f"'{path}' is no {half} key in PEM without a password", hint=_KEY_HINT) from error
+    if not isinstance(key, ed25519.Ed25519PublicKey if is_public else ed25519.Ed25519PrivateKey):
+        raise UsageError(f"'{path}' is no Ed25519 {half} key", hint=_KEY_HINT)
+    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return key, digest_bytes((key if is_public else key.public_key()).public_bytes(encoding, form))
 
 
 def _verifies(public: Any, signature: str, data: bytes) -> bool:
@@ -335,9 +328,3 @@ def _verifies(public: Any, signature: str, data: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
-
-
-def _identify(public: Any, serialization: Any) -> str:
-    """Returns the sha256 of a public key in DER, as `openssl pkey -pubin -outform DER` writes it."""
-    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    return digest_bytes(public.public_bytes(encoding, form))

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from edgekit._files import digest_file
-from edgekit.bundle.folder import Bundle, read_check
+from edgekit.bundle.folder import read_check
+from edgekit.bundle.manifest import BundledFile
 from edgekit.bundle.multi import opened_bundle
 from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
@@ -108,54 +108,43 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
         if missing := next((path for path in (old, new) if not path.exists()), None):
             raise UsageError(f"there is nothing at '{missing}'", hint="check the path of the model or bundle")
         raise UsageError(f"'{old}' and '{new}' are a model and a bundle", hint="give two models or two bundles")
+    names: dict[str, Any] = {"old": str(old), "new": str(new)}
     if kinds == {True}:
-        return _compare_models(old, new)
+        # The one file of each side, whatever its name is.
+        files = [{new.name: BundledFile.describe(path)} for path in (old, new)]
+        tables = [to_builtins(inspect_model(path)) for path in (old, new)]
+        facts = [{key: table[key] for key in _MODEL_FACTS if key in table} for table in tables]
+        return Delta(**names, kind="model", **_compare_contents(files, facts, (old, new)))
     with opened_bundle(old, target=target) as first, opened_bundle(new, target=target) as second:
-        return _compare_bundles((str(old), first), (str(new), second))
+        bundles, manifests = (first, second), (first.manifest, second.manifest)
+        tables = [to_builtins(manifest) for manifest in manifests]
+        facts = [{key: table[key] for key in table if key not in _LISTED_APART} for table in tables]
+        return Delta(
+            **names,
+            kind="bundle",
+            **_compare_contents([each.files for each in manifests], facts, tuple(map(find_shown_model, bundles))),
+            placement=tuple(_compare_facts(*(to_builtins(each.placement) for each in manifests))),
+            nodes=tuple(_compare_nodes(*map(read_check, bundles))),
+            accuracy=tuple(_compare_accuracy(*map(read_known, bundles))),
+        )
 
 
-def _compare_models(old: Path, new: Path) -> Delta:
-    old_bytes, new_bytes = old.stat().st_size, new.stat().st_size
-    same = digest_file(old) == digest_file(new)
-    tables = [to_builtins(inspect_model(path)) for path in (old, new)]
-    facts = [{key: table[key] for key in _MODEL_FACTS if key in table} for table in tables]
-    return Delta(
-        old=str(old),
-        new=str(new),
-        kind="model",
-        old_bytes=old_bytes,
-        new_bytes=new_bytes,
-        update_bytes=0 if same else new_bytes,
-        files=() if same else (FileChange(name=new.name, old_bytes=old_bytes, new_bytes=new_bytes),),
-        facts=tuple(_compare_facts(facts[0], facts[1])),
-        # Files with one digest are equal: there is nothing to compare.
-        layers=() if same else tuple(_compare_layers(measure_layers(old), measure_layers(new))),
-    )
-
-
-def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
-    first, second = old[1].manifest, new[1].manifest
-    sizes = [{name: entry.size_bytes for name, entry in manifest.files.items()} for manifest in (first, second)]
-    files = sorted(_list_changes(first.files, second.files))
-    tables = [to_builtins(manifest) for manifest in (first, second)]
-    facts = [{key: value for key, value in table.items() if key not in _LISTED_APART} for table in tables]
-    layers = [measure_layers(model) if (model := find_shown_model(bundle)) else () for _, bundle in (old, new)]
-    return Delta(
-        old=old[0],
-        new=new[0],
-        kind="bundle",
-        old_bytes=sum(sizes[0].values()),
-        new_bytes=sum(sizes[1].values()),
-        update_bytes=sum(sizes[1].get(name, 0) for name, *_ in files),
-        files=tuple(
-            FileChange(name=name, old_bytes=sizes[0].get(name), new_bytes=sizes[1].get(name)) for name, *_ in files
-        ),
-        facts=tuple(_compare_facts(facts[0], facts[1])),
-        placement=tuple(_compare_facts(to_builtins(first.placement), to_builtins(second.placement))),
-        nodes=tuple(_compare_nodes(read_check(old[1]), read_check(new[1]))),
-        layers=tuple(_compare_layers(*layers)),
-        accuracy=tuple(_compare_accuracy(read_known(old[1]), read_known(new[1]))),
-    )
+def _compare_contents(
+    files: Sequence[Mapping[str, BundledFile]], facts: Sequence[Any], models: Sequence[Path | None]
+) -> dict[str, Any]:
+    """Returns the fields of a `Delta` about the files, the facts and the layers of the models on both sides."""
+    old, new = ({name: entry.size_bytes for name, entry in side.items()} for side in files)
+    changed = sorted(name for name, *_ in _list_changes(*files))
+    # Equal files have equal layers.
+    layers = [measure_layers(model) if model and changed else () for model in models]
+    return {
+        "old_bytes": sum(old.values()),
+        "new_bytes": sum(new.values()),
+        "update_bytes": sum(new.get(name, 0) for name in changed),
+        "files": tuple(FileChange(name=name, old_bytes=old.get(name), new_bytes=new.get(name)) for name in changed),
+        "facts": tuple(_compare_facts(*facts)),
+        "layers": tuple(_compare_layers(*layers)),
+    }
 
 
 def _compare_facts(old: Any, new: Any, key: str = "") -> Iterator[FactChange]:

@@ -143,7 +143,11 @@ def inspect_model(
     graphs = list(models.iterate_graphs(proto.graph))
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
-    weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
+    weights, weight_bytes = [tensor for graph in graphs for tensor in list_constants(graph).values()], Counter[str]()
+    for tensor in weights:
+        kind = models.tensor_dtype(tensor.data_type)
+        itemsize = 0 if kind == "undefined" else helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        weight_bytes[kind] += math.prod(tensor.dims) * itemsize
     graph = assume_sizes(_read_sized(model, dims or {}, freeze or {}))
     # Only loading is tested, not speed: without optimisation the answer comes soonest.
     unoptimized = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
@@ -155,7 +159,7 @@ def inspect_model(
         # By count, then by name: the dict keeps this order, so that two runs print the same.
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         parameters=sum(math.prod(tensor.dims) for tensor in weights),
-        weight_bytes=_weight_bytes(weights),
+        weight_bytes=dict(sorted(weight_bytes.items())),
         macs=sum(count_macs(each, node) for each in graph.iterate() for node in each.nodes),
         counted_at=choose_sizes(graph.proto),
         unsized_nodes=count_unsized(graph),
@@ -201,15 +205,6 @@ def _peak_activation_bytes(graph: Graph) -> int:
         unread = [name for name in names if name not in last]
         total -= sum(live.pop(name, 0) for name in (*last_read_by.get(node.index, ()), *unread))
     return peak
-
-
-def _weight_bytes(weights: list[onnx.TensorProto]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for tensor in weights:
-        kind = models.tensor_dtype(tensor.data_type)
-        itemsize = 0 if kind == "undefined" else helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        sizes[kind] += math.prod(tensor.dims) * itemsize
-    return dict(sorted(sizes.items()))
 
 
 MODEL_SUFFIXES = frozenset({".onnx", ".ort"})
@@ -288,7 +283,15 @@ def measure_layers(path: Path) -> tuple[LayerSize, ...]:
             return _assign_weights([node for part in parts for node in read_nodes(part)], weights, None)
     model = load_model(path)
     graph, graphs = assume_sizes(read_graph(model)), list(iterate_graphs(read_proto(model).graph))
-    weights = {name: _measure_weight(tensor) for part in graphs for name, tensor in list_constants(part).items()}
+    weights = {}
+    for name, constant in (pair for part in graphs for pair in list_constants(part).items()):
+        if not (data := constant.raw_data):
+            bare = onnx.TensorProto()
+            bare.CopyFrom(constant)
+            # Names change with every export; only a change of the content makes it another layer.
+            bare.ClearField("name")
+            data = bare.SerializeToString(deterministic=True)
+        weights[name] = (len(data), digest_bytes(data))
     pairs = (pair for part in graphs for pair in zip(as_nodes(part), part.node, strict=True))
     nodes = [node for node, proto in pairs if read_constant(proto) is None]
     # Identified by output: nodes need not have names.
@@ -345,13 +348,3 @@ def _assign_weights(
             )
         )
     return tuple(layers)
-
-
-def _measure_weight(tensor: onnx.TensorProto) -> _Weight:
-    if not (data := tensor.raw_data):
-        bare = onnx.TensorProto()
-        bare.CopyFrom(tensor)
-        # Names change with every export; only a change of the content makes it another layer.
-        bare.ClearField("name")
-        data = bare.SerializeToString(deterministic=True)
-    return (len(data), digest_bytes(data))

@@ -23,6 +23,7 @@ from edgekit.bundle.manifest import Manifest, encode_json
 from edgekit.errors import MissingExtraError, UsageError
 from edgekit.model.external import skim_model
 from edgekit.package.variant import Identity, Part, Variant, Workplace, find_minimum_ort, list_entries
+from edgekit.serialize import fill
 from edgekit.target import read_version
 
 PAGE_BYTES = 16 << 10
@@ -97,14 +98,9 @@ def render_table(template: str, parts: Sequence[Part], **values: object) -> byte
 
 def quote_java(text: str) -> str:
     """Returns a Java string literal. Control characters are octal: javac decodes Unicode escapes before it parses."""
-
-    def escape(one: str) -> str:
-        if one in '"\\':
-            return f"\\{one}"
-        # Three octal digits reach up to \377.
-        return f"\\{ord(one):03o}" if ord(one) < 256 else snippets.spell_utf16(one)
-
-    return snippets.quote(text, escape)
+    # Three octal digits reach up to \377.
+    octal = {one: f"\\{ord(one):03o}" for one in text if ord(one) < 256} | {'"': '\\"', "\\": "\\\\"}
+    return snippets.quote(text, lambda one: octal.get(one) or snippets.spell_utf16(one))
 
 
 _JAVA = _STANDALONE / "java"
@@ -204,15 +200,10 @@ def require_runtime(runtime: AppRuntime | None) -> AppRuntime:
 
 def report_store(parts: Sequence[Part], runtime: AppRuntime) -> StoreReport:
     """Returns what Google Play checks of an app with these bundles and this ONNX Runtime."""
-    return StoreReport(
-        archive=runtime.archive,
-        archive_sha256=runtime.sha256,
-        version=runtime.version,
-        minimum_ort=find_minimum_ort(parts),
-        libraries=runtime.libraries,
-        # ONNX Runtime itself comes first.
-        unseen=tuple(dependency.notation for dependency in _merge_dependencies(parts, runtime)[1:]),
-    )
+    # ONNX Runtime itself comes first.
+    unseen = tuple(dependency.notation for dependency in _merge_dependencies(parts, runtime)[1:])
+    facts = {"archive_sha256": runtime.sha256, "minimum_ort": find_minimum_ort(parts), "unseen": unseen}
+    return fill(StoreReport, runtime, **facts)
 
 
 def _merge_dependencies(parts: Sequence[Part], runtime: AppRuntime) -> list[snippets.Dependency]:
@@ -284,8 +275,13 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
     A file that several bundles contain, such as the golden inputs, is stored once in `shared_assets/sha256-<hex>/`. The
     name, the sha256 and the place of each file of a bundle are in the variant's `additional_metadata`.
     """
-    # By name and digest: a shared file keeps the name that loaders look for.
-    counts = Counter(key for part in parts for key in _list_sharable(part))
+    # By name and digest, because a shared file keeps the name that loaders look for. Shared are golden files, and
+    # models of a single file: one with external weights refers to them by path, and cannot move alone.
+    counts = Counter[tuple[str, str]]()
+    for part in parts:
+        movable = {names[0] for names in part.bundle.manifest.forms.values() if len(names) == 1}
+        files = ((name, file.sha256) for name, file in part.variant.files.items())
+        counts.update(key for key in files if key[0] in movable or key[0].startswith("golden/"))
     entries, described = list_entries(parts, identity.name), dict[str, object]()
     for part in parts:
         variant, places = part.variant, {name: name for name in part.files}
@@ -310,14 +306,6 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
         }
     )
     return entries
-
-
-def _list_sharable(part: Part) -> list[tuple[str, str]]:
-    """Returns name and digest of the files that bundles may share: golden files, and models of a single file."""
-    # A model with external weights refers to them by path, so it cannot move to the shared folder alone.
-    single_file_models = {names[0] for names in part.bundle.manifest.forms.values() if len(names) == 1}
-    files = part.variant.files.items()
-    return [(name, file.sha256) for name, file in files if name in single_file_models or name.startswith("golden/")]
 
 
 def _describe(part: Part, places: Mapping[str, str]) -> dict[str, object]:

@@ -162,14 +162,10 @@ def decode_trace(data: bytes) -> Trace:
         hint = "names of nodes that hold quotation marks break the profiler's file: edgekit inspect MODEL"
         raise DeviceError(f"the profile is malformed: {error}", hint=hint) from error
     session = {event.name: event.dur / 1e3 for event in events if event.cat == _SESSION}
-    return Trace(executions=tuple(_list_executions(events)), make_ms=session.get(_SESSION_CREATION, 0.0))
-
-
-def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
     runs = sorted((event for event in events if (event.cat, event.name) == (_SESSION, _RUN)), key=attrgetter("ts"))
     kernels = [event for event in events if event.cat == _NODE and event.name.endswith(KERNEL)]
     by_run: list[list[_Event]] = [[] for _ in runs]
-    starts = [run.ts for run in runs]
+    starts, executions = [run.ts for run in runs], list[Execution]()
     for event in sorted(kernels, key=attrgetter("ts")):
         index = bisect_right(starts, event.ts) - 1
         # Kernels outside all runs are left out: they fold constants while the session is created.
@@ -177,13 +173,15 @@ def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
             by_run[index].append(event)
     for run, run_kernels in zip(runs, by_run, strict=True):
         arenas = [_read_arena(event.args) for event in run_kernels if event.args.mem_in_use_peak]
-        yield Execution(
+        execution = Execution(
             start_us=run.ts,
             duration_us=run.dur,
             steps=tuple(sorted(_list_steps(run_kernels), key=attrgetter("start_us", "depth"))),
             arena_before=arenas[0][0] if arenas else None,
             arena=max((after for _, after in arenas), key=attrgetter("held_bytes", "peak_bytes"), default=None),
         )
+        executions.append(execution)
+    return Trace(executions=tuple(executions), make_ms=session.get(_SESSION_CREATION, 0.0))
 
 
 def _read_arena(args: _Arguments) -> tuple[Arena, Arena]:
@@ -208,7 +206,12 @@ def _list_steps(kernels: Sequence[_Event]) -> Iterator[Step]:
     ordered = sorted(kernels, key=lambda event: (event.tid, event.ts, -event.dur))
     child_us, depths, open_ = [0] * len(ordered), [0] * len(ordered), list[int]()
     for index, event in enumerate(ordered):
-        while open_ and not _contains(ordered[open_[-1]], event):
+        # A kernel that began before is open as long as this one lies within it, on the same thread.
+        while open_:
+            outer = ordered[open_[-1]]
+            end = outer.ts + outer.dur
+            if outer.tid == event.tid and event.ts < end and event.ts + event.dur <= end:
+                break
             open_.pop()
         if open_:
             child_us[open_[-1]] += event.dur
@@ -231,11 +234,6 @@ def _list_steps(kernels: Sequence[_Event]) -> Iterator[Step]:
             bytes=sum(max(0, _read_count(size)) for size in sizes),
             spread=isinstance(threads, _Threads) and bool(threads.main_thread.block_size),
         )
-
-
-def _contains(outer: _Event, event: _Event) -> bool:
-    end = outer.ts + outer.dur
-    return outer.tid == event.tid and event.ts < end and event.ts + event.dur <= end
 
 
 def _read_tensors(shapes: _Shapes) -> tuple[Tensor, ...]:

@@ -321,16 +321,13 @@ def _run_probe(device: str, threads: int, run: Runs, work: Path) -> Roof:
     best = {step.name: step for step in sorted(steps, key=lambda step: -step.duration_us)}
     if not best.keys() >= {_COPY, _CACHE, _FLOAT, _INTEGER}:
         raise DeviceError(f"the profile of '{device}' lacks kernels of the probe", hint="without it: --no-roofline")
+    amounts = {name: count_work(best[name]) for name in (_FLOAT, _INTEGER)}
+    # Floats of four bytes are read, and as many written.
+    amounts |= {_COPY: 2 * 4 * _MEMORY_FLOATS, _CACHE: 2 * 4 * _CACHE_FLOATS}
+    rates = {name: amount / max(1, best[name].duration_us) / 1e3 for name, amount in amounts.items()}
     return Roof(
-        float_gmacs=_rate(best, _FLOAT, count_work),
-        integer_gmacs=_rate(best, _INTEGER, count_work),
-        gbytes=_rate(best, _COPY, lambda _: 2 * 4 * _MEMORY_FLOATS),
-        cache_gbytes=_rate(best, _CACHE, lambda _: 2 * 4 * _CACHE_FLOATS),
+        float_gmacs=rates[_FLOAT], integer_gmacs=rates[_INTEGER], gbytes=rates[_COPY], cache_gbytes=rates[_CACHE]
     )
-
-
-def _rate(best: Mapping[str, Step], name: str, count: Callable[[Step], int]) -> float:
-    return count(best[name]) / max(1, best[name].duration_us) / 1e3
 
 
 def make_probe() -> onnx.ModelProto:

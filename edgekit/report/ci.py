@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
-from edgekit.bench.bench import BenchReport, BenchRun
+from edgekit.bench.bench import BenchReport
 from edgekit.evidence import Judgement, Verdict
 from edgekit.report.tables import format_or_dash
 from edgekit.report.text import list_verify_remarks
 from edgekit.report.timing import list_bench_remarks
 from edgekit.verify.metrics.agreement import SHARED
-from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import describe_difference, format_score
@@ -35,7 +34,14 @@ def render_junit(
     """
     root = _element("testsuites", name="edgekit verify")
     suites: list[tuple[str, list[ET.Element], VerifyReport | Judgement]] = []
-    suites += [(each.bundle, list(_list_cases(each, accepts=accept_unproven)), each) for each in reports]
+    for report in reports:
+        runs = [case for run in report.runs for case in _describe_run(report.bundle, run, accepts=accept_unproven)]
+        for skip in report.skipped:
+            case = _element("testcase", name="run", classname=f"{report.bundle}.{skip.device}", time="0")
+            advice = f"; to run it: {skip.command}" if skip.command else ""
+            case.append(_element("skipped", message=skip.reason + advice))
+            runs.append(case)
+        suites.append((report.bundle, runs, report))
     suites += [(name, [], found) for name, found in others.items()]
     for name, cases, whole in suites:
         bundle = _element("testcase", name="the bundle as a whole", classname=name, time="0")
@@ -51,16 +57,6 @@ def render_junit(
     ET.indent(root)
     data: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
     return data + b"\n"
-
-
-def _list_cases(report: VerifyReport, *, accepts: bool) -> Iterator[ET.Element]:
-    for run in report.runs:
-        yield from _describe_run(report.bundle, run, accepts=accepts)
-    for skip in report.skipped:
-        case = _element("testcase", name="run", classname=f"{report.bundle}.{skip.device}", time="0")
-        advice = f"; to run it: {skip.command}" if skip.command else ""
-        case.append(_element("skipped", message=skip.reason + advice))
-        yield case
 
 
 def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.Element]:
@@ -80,21 +76,19 @@ def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.
             facts = [f"evidence: {run.evidence}, {run.evidence.meaning}", f"samples: {run.samples}", *run.notes]
             case.append(_element("system-out", "\n".join(facts)))
         elif gate.name == "output":
-            case.append(_element("system-out", _describe_output(outputs[gate.subject])))
+            output = outputs[gate.subject]
+            figures = {"cosine": output.cosine, "SQNR dB": output.sqnr_db, "top-1 agreement": output.top1_agreement}
+            figures |= {"exact match": output.exact_match, "IoU": output.iou}
+            figures |= {SHARED[each.of]: each.share for each in output.agreements if each.of != "classes"}
+            known = ", ".join(f"{name} {value:.5g}" for name, value in figures.items() if value is not None)
+            line = f"output '{output.name}' over {output.samples} samples: {known or 'not measured'}"
+            case.append(_element("system-out", line))
         elif gate.name == "placement":
             counts = ", ".join(f"{provider} {count}" for provider, count in run.provider_nodes.items()) or "unknown"
             case.append(_element("system-out", f"{counts} ({run.placement_source})"))
         if gate.name == "run" and run.log:
             case.append(_element("system-err", run.log))
         yield case
-
-
-def _describe_output(output: OutputReport) -> str:
-    figures = {"cosine": output.cosine, "SQNR dB": output.sqnr_db, "top-1 agreement": output.top1_agreement}
-    figures |= {"exact match": output.exact_match, "IoU": output.iou}
-    figures |= {SHARED[each.of]: each.share for each in output.agreements if each.of != "classes"}
-    known = ", ".join(f"{name} {value:.5g}" for name, value in figures.items() if value is not None)
-    return f"output '{output.name}' over {output.samples} samples: {known or 'not measured'}"
 
 
 def _judge(case: ET.Element, failures: Sequence[str], unproven: Sequence[str], *, accepts: bool) -> None:
@@ -139,20 +133,18 @@ def render_bench_markdown(report: BenchReport) -> str:
         lines += [
             "| device | evidence | batch | at once | p50 ms | 95 % | p95 | p99 | per second | load ms | memory |",
             "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
-            *map(_describe_times, report.runs),
-            "",
         ]
+    for run in report.runs:
+        cells = [_escape(run.device), run.evidence.value, str(run.batch), str(run.concurrency)]
+        if run.failure is not None:
+            cells += ["**failed**", *("-" for _ in range(6))]
+        else:
+            low, high = run.interval_ms
+            cells += [f"{run.median_ms:.3g}", f"{low:.3g} to {high:.3g}", f"{run.p95_ms:.3g}", f"{run.p99_ms:.3g}"]
+            cells += [f"{run.throughput_per_s:.3g}", f"{run.load_ms:.0f}", f"{run.peak_rss_bytes / 1e6:.0f} MB"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [""] if report.runs else []
     return "\n".join((*lines, *_list_remarks(list(list_bench_remarks(report))), "")) + "\n"
-
-
-def _describe_times(run: BenchRun) -> str:
-    settings = (_escape(run.device), run.evidence.value, str(run.batch), str(run.concurrency))
-    if run.failure is not None:
-        return f"| {' | '.join((*settings, '**failed**', *('-' for _ in range(6))))} |"
-    low, high = run.interval_ms
-    times = (f"{run.median_ms:.3g}", f"{low:.3g} to {high:.3g}", f"{run.p95_ms:.3g}", f"{run.p99_ms:.3g}")
-    costs = (f"{run.throughput_per_s:.3g}", f"{run.load_ms:.0f}", f"{run.peak_rss_bytes / 1e6:.0f} MB")
-    return f"| {' | '.join((*settings, *times, *costs))} |"
 
 
 def _describe(report: VerifyReport) -> Iterator[str]:

@@ -98,20 +98,20 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
         if len(rows) > 1:
             # Forecasts of two precisions are too uncertain to compare, unless they come from times of this network.
             is_measured = all(row.basis in {"measured", "recalibrated"} for row in rows.values())
-            answer = _compare_times(rows) if is_measured else _choose_by_measured_pairs(list(rows), report.faster)
+            times = {bits: row.ms for bits, row in rows.items() if row.ms is not None}
+            fastest_ms = min(times.values())
+            # The fastest precision, with those that are slower by less than a tenth.
+            same = [bits for bits in BITS if bits in times and times[bits] <= fastest_ms * _EQUAL_FACTOR]
+            if not is_measured:
+                answer = _choose_by_measured_pairs(list(rows), report.faster)
+            elif same == ["float"]:
+                answer = "float is forecast to be the fastest, so quantizing would cost time"
+            elif "float" in same:
+                answer = "quantizing is forecast to gain less than a tenth"
+            else:
+                answer = f"{' and '.join(same)} forecast to be the fastest"
             found.setdefault(answer, []).append(device)
     yield from (f"{answer}: {', '.join(devices)}" for answer, devices in found.items())
-
-
-def _compare_times(rows: Mapping[Bits, DeviceForecast]) -> str:
-    """Returns the fastest precision, with those that are slower by less than a tenth."""
-    times = {bits: row.ms for bits, row in rows.items() if row.ms is not None}
-    same = [bits for bits in BITS if bits in times and times[bits] <= min(times.values()) * _EQUAL_FACTOR]
-    if same == ["float"]:
-        return "float is forecast to be the fastest, so quantizing would cost time"
-    if "float" in same:
-        return "quantizing is forecast to gain less than a tenth"
-    return f"{' and '.join(same)} forecast to be the fastest"
 
 
 def _choose_by_measured_pairs(precisions: Sequence[Bits], faster: Mapping[Bits, Mapping[Bits, float]]) -> str:

@@ -7,7 +7,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from edgekit.bench.bench import BenchReport, Comparison
+from edgekit.bench.bench import BenchReport
 from edgekit.bench.latency import Ratio
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
@@ -80,7 +80,15 @@ def table_bench(report: BenchReport) -> Table:
 
 def list_bench_remarks(report: BenchReport) -> Iterator[str]:
     """Yields each comparison, failure, warning and skipped device."""
-    yield from map(describe_comparison, report.comparisons)
+    for found in report.comparisons:
+        if found.ratio is None:
+            yield f"{found.device}: no comparison: {found.failure}"
+            continue
+        low, high = found.ratio.interval
+        longer = f"{found.ratio.value:.3f} times as long as A ({found.a}), 95 % between {low:.3f} and {high:.3f}"
+        times = f"{found.b_median_ms:.3g} ms and {found.a_median_ms:.3g} ms, {found.ratio.rounds} rounds"
+        takes = f"B ({found.b}) takes {longer} ({times})"
+        yield f"{found.device} ({found.evidence.value}): {found.ratio.verdict}; {takes}"
     yield from (f"slower: {line}" for line in report.regressions)
     yield from report.notes
     for run in report.runs:
@@ -90,17 +98,6 @@ def list_bench_remarks(report: BenchReport) -> Iterator[str]:
             yield f"{run.device}: {run.energy_mj:.3g} mJ a sample by the processor's counters, with all that ran on it"
         yield from (f"{run.device}: {warning}" for warning in run.warnings)
     yield from map(str, report.skipped)
-
-
-def describe_comparison(found: Comparison) -> str:
-    """Returns how B compares with A on a device, in one line."""
-    if found.ratio is None:
-        return f"{found.device}: no comparison: {found.failure}"
-    low, high = found.ratio.interval
-    longer = f"{found.ratio.value:.3f} times as long as A ({found.a}), 95 % between {low:.3f} and {high:.3f}"
-    times = f"{found.b_median_ms:.3g} ms and {found.a_median_ms:.3g} ms, {found.ratio.rounds} rounds"
-    takes = f"B ({found.b}) takes {longer} ({times})"
-    return f"{found.device} ({found.evidence.value}): {found.ratio.verdict}; {takes}"
 
 
 _MEANINGS: Mapping[Goal, str] = {

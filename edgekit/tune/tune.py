@@ -32,7 +32,7 @@ from edgekit.serialize import fill
 from edgekit.tune import race
 from edgekit.tune.files import apply_setting, has_branches, open_files, require_bundle
 from edgekit.tune.race import Decision, Entrant, Measurement
-from edgekit.tune.space import BATCHES, LEVELS, Change, Circumstances, Goal, Group, list_groups
+from edgekit.tune.space import BATCHES, LEVELS, Circumstances, Goal, Group, list_groups
 
 
 class TriedSetting(race.Figures, frozen=True, kw_only=True):
@@ -250,7 +250,15 @@ def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = Fa
     changes, decisions = list(group.changes), list[Decision]()
     while changes:
         search.progress(f"race {group.name}: {len(changes)} beside '{held.name}'")
-        entrants = {change.name: add_change(held, change) for change in changes}
+        entrants = {
+            change.name: Entrant(
+                name=change.name if held == DEFAULTS else f"{held.name} + {change.name}",
+                setting=change.apply(held.setting),
+                file=held.file if change.file is None else change.file,
+                batch=change.batch or held.batch,
+            )
+            for change in changes
+        }
         decision = race.race(group.name, held, tuple(entrants.values()), take, search.given.goal)
         decisions.append(decision)
         if not decision.taken:
@@ -261,16 +269,6 @@ def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = Fa
         screened = {it.name: decision.screened.get(entrants[it.name].name, 1.0) for it in apart}
         changes = [it for it in apart if screened[it.name] < 1 - race.LEAST_GAIN]
     return held, decisions
-
-
-def add_change(current: Entrant, change: Change) -> Entrant:
-    """Returns an entrant with one more change."""
-    return Entrant(
-        name=change.name if current == DEFAULTS else f"{current.name} + {change.name}",
-        setting=change.apply(current.setting),
-        file=current.file if change.file is None else change.file,
-        batch=change.batch or current.batch,
-    )
 
 
 def _find_refusal(search: _Search, chosen: Entrant, final: Ratio | str | None) -> str:

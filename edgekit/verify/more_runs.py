@@ -22,8 +22,9 @@ from edgekit.devices.observe import count_nodes
 from edgekit.devices.process.session import open_session
 from edgekit.devices.recorded import Recorded
 from edgekit.errors import CrashError, DataError, EdgekitError
-from edgekit.model.state import State, find_fed_back, run_steps
+from edgekit.model.state import find_fed_back, run_steps
 from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.serialize import fill
 from edgekit.target import Verification
 from edgekit.verify import placement
 from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
@@ -125,12 +126,14 @@ def run_buckets(
         cut = cut_samples(buckets.padding, got, [lengths[row] for row in mine], size)
         return compare_outputs(select_samples(whole, mine), cut, readings)
 
-    sizes: list[BucketReport] = []
-    for bucket in buckets.sizes[:-1]:
-        mine = [row for row in rows if buckets.choose(lengths[row]) == bucket]
+    sizes, largest = list[BucketReport](), buckets.sizes[-1]
+    for bucket in buckets.sizes:
+        mine = [row for row in rows if bucket == largest or buckets.choose(lengths[row]) == bucket]
         mine = mine or [row for row in rows if lengths[row] <= bucket.size]
-        report = BucketReport(size=bucket.size, file=bucket.file, lengths=tuple(lengths[row] for row in mine))
-        if mine and not isinstance(device, Recorded):
+        report = fill(BucketReport, bucket, lengths=tuple(lengths[row] for row in mine))
+        if bucket == largest:
+            report = msgspec.structs.replace(report, outputs=compare(run.outputs, mine, bucket.size))
+        elif mine and not isinstance(device, Recorded):
             given = select_samples(job.samples, [rows.index(row) for row in mine])
             sized = msgspec.structs.replace(
                 job,
@@ -150,9 +153,6 @@ def run_buckets(
                 crashed=done.crashed,
             )
         sizes.append(report)
-    largest = buckets.sizes[-1]
-    report = BucketReport(size=largest.size, file=largest.file, lengths=tuple(lengths[row] for row in rows))
-    sizes.append(msgspec.structs.replace(report, outputs=compare(run.outputs, rows, largest.size)))
     in_largest = compare(select_samples(filled, rows), rows, largest.size)
     return SizesReport(dim=buckets.padding.dim, filled=in_largest, sizes=tuple(sizes))
 
@@ -257,35 +257,31 @@ def run_sequences(
     found = StateReport(sequences=sequences, steps=state.steps)
     if not sequences:
         return found
-    reference, given = (select_samples(samples, range(sequences * state.steps)) for samples in (reference, run.outputs))
+    count, inputs = sequences * state.steps, {spec.name: spec for spec in golden.inputs}
+    reference, given = (select_samples(samples, range(count)) for samples in (reference, run.outputs))
     try:
-        fed_back = _step(device, job, state, golden, sequences, work)
+        whole = msgspec.structs.replace(job, samples=select_samples(job.samples, range(count)))
+        # One step of all sequences is in memory at a time.
+        turns = (list(islice(job.samples, step, count, state.steps)) for step in range(state.steps))
+        with open_session(device, whole, work / "session") as turn:
+            for step, (_, outputs) in enumerate(run_steps(turns, state.feeds, inputs, turn)):
+                write_rows(work / f"step-{step}.npz", outputs, ragged=True)
+        files = [load_samples(str(work / f"step-{step}.npz"), golden.outputs) for step in range(state.steps)]
     except EdgekitError as error:
         return msgspec.structs.replace(found, failure=error.message, crashed=isinstance(error, CrashError))
+
+    def read_rows() -> Iterator[Tensors]:
+        """Yields all steps of the first sequence, then those of the next."""
+        for rows in zip(*files, strict=True):
+            yield from rows
+
+    fed_back = Samples(source=device.name, count=count, read=read_rows)
     reports = compare_outputs(reference, fed_back, manifest.readings or {})
     names = [spec.name for spec in golden.outputs]
     # An app reads the outputs that are no state, or all if there are no others.
     read = tuple(report for report in reports if report.name not in find_fed_back(state).values())
     drift = measure_drift(names, reference, fed_back, given, state.steps)
     return msgspec.structs.replace(found, outputs=read or tuple(reports), drift=drift)
-
-
-def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int, work: Path) -> Samples:
-    """Returns the outputs in the order of the samples: all steps of the first sequence, then those of the next."""
-    specs, count = {spec.name: spec for spec in golden.inputs}, sequences * state.steps
-    whole = msgspec.structs.replace(job, samples=select_samples(job.samples, range(count)))
-    # One step of all sequences is in memory at a time.
-    turns = (list(islice(job.samples, step, count, state.steps)) for step in range(state.steps))
-    with open_session(device, whole, work / "session") as run:
-        for step, (_, outputs) in enumerate(run_steps(turns, state.feeds, specs, run)):
-            write_rows(work / f"step-{step}.npz", outputs, ragged=True)
-
-    def read() -> Iterator[Tensors]:
-        files = [load_samples(str(work / f"step-{step}.npz"), golden.outputs) for step in range(state.steps)]
-        for rows in zip(*files, strict=True):
-            yield from rows
-
-    return Samples(source=device.name, count=count, read=read)
 
 
 LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
@@ -304,13 +300,12 @@ def try_model_files(
     for form in (form for form in bundle.manifest.forms if form not in {plan.form, "context"}):
         job = make_job(bundle, msgspec.structs.replace(plan, form=form), samples)
         run = device.try_job(job, work / form)
-        yield FileReport(
+        yield fill(
+            FileReport,
+            run,
             file=job.model.name,
             form=form,
             provider_nodes=count_nodes(run, job),
             placed=placement.find_placed(run, job),
-            load_ms=run.load_ms,
             outputs=() if run.failure else compare_bundled(bundle, reference, run.outputs),
-            failure=run.failure,
-            crashed=run.crashed,
         )

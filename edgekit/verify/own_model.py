@@ -311,36 +311,35 @@ def add_stand_ins(
     If no device did, the bundle's own model runs on this machine, if it can.
     """
     labels = read_labels(golden)
-    reports = tuple(report for report, _ in found)
     known = [scored for report, scored in found if scored is not None and report.failure is None]
-    if labels is None or all(len(scored.records) == len(labels) for scored in known):
-        return reports
-    whole = [scored for scored in known if len(scored.records) == len(labels)]
-    best = min(whole, key=lambda scored: scored.elapsed_ms) if whole else _run_here(bundle, golden, limit, labels, work)
-    if best is None:
-        return reports
+    best: Scored | None = None
+    if labels is not None and any(len(scored.records) < len(labels) for scored in known):
+        whole = (scored for scored in known if len(scored.records) == len(labels))
+        best = min(whole, key=lambda scored: scored.elapsed_ms, default=None)
+        best = best or _run_here(bundle, golden, limit, labels, work)
+    if labels is None or best is None:
+        return tuple(report for report, _ in found)
     metric, rows = find_metric(limit), sorted(best.records)
     mine = read_records(limit, select_samples(read_outputs(golden), rows), [labels[row] for row in rows])
     task = compare_records(limit, list(mine), [best.records[row] for row in rows])
     task = msgspec.structs.replace(task, labelled=len(labels))
 
-    def stand_in(scored: Scored, best: Scored) -> StandIn:
+    reports: list[RunReport] = []
+    for report, scored in found:
+        if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
+            reports.append(report)
+            continue
         common = sorted(scored.records.keys() & best.records.keys())
         here, there = ([one.records[row] for row in common] for one in (scored, best))
         got, wanted = _score(metric, here), _score(metric, there)
-        return StandIn(
+        stand_in = StandIn(
             device=best.device,
             task=_shift(task, 0.0 if got is None or wanted is None else got - wanted),
             compared=len(common),
             agreeing=sum(_agree(metric, *pair) for pair in zip(here, there, strict=True)),
         )
-
-    def add(report: RunReport, scored: Scored | None) -> RunReport:
-        if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
-            return report
-        return msgspec.structs.replace(report, stand_in=stand_in(scored, best))
-
-    return tuple(add(*pair) for pair in found)
+        reports.append(msgspec.structs.replace(report, stand_in=stand_in))
+    return tuple(reports)
 
 
 def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence[Label], work: Path) -> Scored | None:

@@ -245,7 +245,18 @@ def _measure_run(trial: _Trial) -> RunReport:
     if run.failure is None:
         with contextlib.suppress(EdgekitError):
             digest = digest_samples(run.outputs)
-    older = "" if run.evidence is Evidence.DEVICE else own_model.describe_older(run, bundle.manifest.minimum_ort)
+    older = own_model.describe_older(run, bundle.manifest.minimum_ort)
+    is_device, is_runtime = run.evidence is Evidence.DEVICE, trial.plan.form == "runtime"
+    # What fails a run whatever its figures are: the device did not do what it reports.
+    findings = (
+        trial.impossible_time,
+        older if is_device else None,
+        placement.describe_unmatched(run, trial.job),
+        describe_unlisted(bundle),
+        suspects.find_ignored_optimisations(run, bundle.manifest.session_config) if is_runtime else None,
+    )
+    is_own = run.failure is None and trial.request.golden is None
+    self_test = own_model.find_self_test_fault(bundle, trial.rows, run.outputs) if is_own else ()
     gap, outputs = placement.find_gap(run, trial.job), _compare(trial)
     return fill(
         RunReport,
@@ -255,14 +266,14 @@ def _measure_run(trial: _Trial) -> RunReport:
         samples=len(trial.rows),
         planned_samples=trial.job.samples.count,
         steps=bundle.manifest.steps,
-        findings=tuple(_list_findings(trial)),
+        findings=(*filter(None, findings), *self_test),
         provider_nodes=count_nodes(run, trial.job),
         gap=gap,
         placed=placement.find_placed(run, trial.job),
         outputs=outputs,
         accuracy=accuracy,
         task=task,
-        outdated=older,
+        outdated="" if is_device else older,
         latency_ms=None if trial.false_times else summarize_latency(run.latency_ms),
         versions=dict(sorted(run.versions.items())),
         thresholds=bundle.manifest.thresholds,
@@ -322,21 +333,6 @@ def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial) -> Ite
 
 def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
     return [output.name for output in outputs if weigh_output(output, trial.bundle.manifest.thresholds).failures]
-
-
-def _list_findings(trial: _Trial) -> Iterator[str]:
-    """Yields what fails a run whatever its figures are: the device did not do what it reports."""
-    manifest, run = trial.bundle.manifest, trial.run
-    found = (
-        trial.impossible_time,
-        own_model.describe_older(run, manifest.minimum_ort) if run.evidence is Evidence.DEVICE else None,
-        placement.describe_unmatched(run, trial.job),
-        describe_unlisted(trial.bundle),
-        suspects.find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None,
-    )
-    yield from filter(None, found)
-    if run.failure is None and trial.request.golden is None:
-        yield from own_model.find_self_test_fault(trial.bundle, trial.rows, run.outputs)
 
 
 def _list_notes(trial: _Trial) -> Iterator[str]:

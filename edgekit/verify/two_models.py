@@ -3,13 +3,10 @@
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from edgekit._files import work_folder
-from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples, keep_small, map_samples, spread_indices
 from edgekit.data.sets import read_task_labels
 from edgekit.devices.device import Device
@@ -22,7 +19,7 @@ from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kin
 from edgekit.serialize import NotebookPage
 from edgekit.target import Target, TaskLimit, Thresholds
 from edgekit.verify.layers.comparison import LayerReport, Located, compare_layers, name_first_bad
-from edgekit.verify.layers.matching import adapt_sample
+from edgekit.verify.layers.matching import adapt_sample, run_unoptimized
 from edgekit.verify.layers.on_device import find_device_layer
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport, weigh_output
@@ -99,11 +96,18 @@ def compare_models(
     both = map_samples(samples, lambda given: {**given, **{b: given[a] for b, a in inputs.items() if a in given}})
     # Refused here, an input of another name, type or shape is no finding about an output.
     adapt_sample(next(iter(both), {}), b)
-    wanted = keep_small(_run_model(a, both))
+    wanted = keep_small(run_unoptimized(a, both))
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
 
+    def adapt(row: Tensors) -> Tensors:
+        """Returns the outputs of `b` by the names in `a`, with floats in the float types of `a`."""
+        named = {outputs.get(name, name): value for name, value in row.items()}
+        floats = {name for name, value in named.items() if value.dtype.kind == "f" and name in dtypes}
+        cast = {name: named[name].astype(dtypes[name]) for name in floats if dtypes[name].kind == "f"}
+        return {**named, **cast}
+
     def compare(found: Samples) -> ModelComparison:
-        adapted = map_samples(found, lambda row: _adapt_outputs(row, dtypes, outputs), source=found.source)
+        adapted = map_samples(found, adapt, source=found.source)
         return ModelComparison(
             a=a.name,
             b=b.name,
@@ -114,7 +118,7 @@ def compare_models(
         )
 
     if on is None:
-        return compare(_run_model(b, both))
+        return compare(run_unoptimized(b, both))
     device, target = on
     with work_folder() as work:
         job = open_job(b, target, map_samples(both, lambda sample: adapt_sample(sample, b)))
@@ -156,7 +160,7 @@ def add_task(
     path, every = labels
     known = read_task_labels(path, find_metric(limit).labels, every)
     chosen = [known[index] for index in spread_indices(every.count, samples.count)]
-    task = measure_task(limit, _run_model(a, samples), _run_model(b, samples), chosen)
+    task = measure_task(limit, run_unoptimized(a, samples), run_unoptimized(b, samples), chosen)
     return msgspec.structs.replace(report, task=task, task_limit=limit)
 
 
@@ -164,17 +168,3 @@ def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[
     """Returns the names in `a` by those in `b`, if both have as many and none is equal."""
     is_other = len(of_a) == len(of_b) and {spec.name for spec in of_a}.isdisjoint(spec.name for spec in of_b)
     return {theirs.name: mine.name for mine, theirs in zip(of_a, of_b, strict=True)} if is_other else {}
-
-
-def _run_model(model: Model, samples: Samples) -> Samples:
-    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
-    return map_samples(samples, lambda sample: session.run(adapt_sample(sample, model)), source=str(model.path))
-
-
-def _adapt_outputs(found: Tensors, dtypes: Mapping[str, np.dtype[Any]], renamed: Mapping[str, str]) -> Tensors:
-    """Returns the outputs of `b` by the names in `a`, with floats in the float types of `a`."""
-    outputs = {renamed.get(name, name): value for name, value in found.items()}
-    return {
-        name: value.astype(dtypes[name]) if name in dtypes and value.dtype.kind == dtypes[name].kind == "f" else value
-        for name, value in outputs.items()
-    }

@@ -8,10 +8,11 @@ import platform
 from pathlib import Path
 
 import pytest
-from package_loaders import MakeOnce, run_program
+from fixture_types import MakeOnce
+from package_loaders import run_program
 
 from edgekit.app_runtime import AppRuntime
-from edgekit.devices.android.android import DEFAULT_CORE, find_core, find_emulator, write_phone
+from edgekit.devices.android.android import DEFAULT_CORE, enter_phone, find_emulator
 from edgekit.devices.android.installed import LOADER, find_app_runtime, read_library
 from edgekit.devices.release import Compiler, find_compiler
 
@@ -45,13 +46,7 @@ def find_phone_prefix(abi: str, work: Path) -> tuple[str, ...]:
     emulator = find_emulator(abi)
     if emulator is None:
         pytest.skip("qemu-aarch64-static not found: apt-get install qemu-user-static")
-    if not emulator:
-        return ()
-    core = find_core(DEFAULT_CORE)
-    write_phone(core, work / "phone")
-    hwcap, hwcap2 = core.hwcaps
-    facts = (f"EDGEKIT_PHONE={work / 'phone'}", f"EDGEKIT_HWCAP={hwcap:#x},{hwcap2:#x}")
-    return ("env", *facts, *emulator, "-cpu", core.qemu)
+    return ("env", *enter_phone(DEFAULT_CORE, emulator, work))
 
 
 def link_for_android(abi: str, source: Path, program: Path, make_once: MakeOnce, *flags: str | Path) -> Path:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from android_parts import find_runtime
-from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, compile_java, join_jars, require_program
+from fixture_types import MakeOnce
+from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, compile_java, join_jars, require_program
 
 from edgekit.bundle.archive import unpack_archive
 from edgekit.package.package import package_bundles

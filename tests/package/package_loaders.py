@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ import pytest
 
 from edgekit.bundle.archive import list_files
 
-MakeOnce = Callable[[str, Callable[[Path], object]], Path]
-"""The fixture `make_once`, which makes slow things once for all workers of a run."""
 NNAPI, QNN, XNNPACK = "digits_mobilenet-nnapi", "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
 PACKAGE = "edgekit.models.digits_mobilenet"
 CPU, PLAIN = "digits_mobilenet-cpu", "digits_mobilenet-plain"

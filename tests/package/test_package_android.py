@@ -21,8 +21,8 @@ from android_parts import (
     link_for_android,
 )
 from bundle_models import flip_byte
-from fixture_types import present
-from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_check, run_program
+from fixture_types import MakeOnce, present
+from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, join_jars, run_check, run_program
 from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive

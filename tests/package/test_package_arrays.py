@@ -7,8 +7,8 @@ import numpy as np
 import onnxruntime
 import pytest
 from android_parts import find_runtime
-from fixture_types import present
-from package_loaders import MakeOnce, compile_java, find_library, join_jars, load_program, require_program, run_program
+from fixture_types import MakeOnce, present
+from package_loaders import compile_java, find_library, join_jars, load_program, require_program, run_program
 from package_maven import ORT, fetch_jar
 from tiny_models import parse_model
 from verify_devices import open_loader

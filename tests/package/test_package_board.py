@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from android_parts import android_headers
 from bundle_models import flip_byte, tuned_for
+from fixture_types import MakeOnce
 from package_loaders import (
     CPU,
     QNN,
     XNNPACK,
-    MakeOnce,
     find_library,
     find_qnn,
     load_program,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import MakeOnce
 from package_loaders import (
     PLAIN,
     QNN,
     XNNPACK,
-    MakeOnce,
     find_library,
     find_qnn,
     require_program,

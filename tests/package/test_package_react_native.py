@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 from bundle_models import flip_byte
-from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, read_all, run_program
+from fixture_types import MakeOnce
+from package_loaders import CPU, NNAPI, QNN, XNNPACK, read_all, run_program
 
 from edgekit.bundle.folder import open_bundle
 from edgekit.package.formats import PLUGIN, find_unsupported

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from bundle_models import tuned_for
-from package_loaders import CPU, QNN, XNNPACK, MakeOnce, read_all
+from fixture_types import MakeOnce
+from package_loaders import CPU, QNN, XNNPACK, read_all
 
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.manifest import MachineClass, SessionSetting

@@ -8,7 +8,6 @@ archive that it was packed into; its README says which model runs when.
 import contextlib
 import hashlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +17,7 @@ import onnx
 from edgekit._files import copy_once, digest_bytes, read_chunks, staged_folder, write_file, write_new
 from edgekit.bundle import folder as folders
 from edgekit.bundle.archive import opened_folder
-from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle
+from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, Nested
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.group.wiring import MAX_MEMBERS, Interface, Wiring, describe_interface, find_fault
 from edgekit.bundle.manifest import BundledFile, Manifest, Strict, decode_strictly, encode_json
@@ -65,13 +64,13 @@ class GroupManifest(Strict, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """An opened group in a folder; `sha256` is the digest of `group.json`, and so of everything that it covers.
 
-    `manifests` are those of the members; `digests` hold the sha256 of every file that a signature covers, by its path.
-    `attested` is the signer's statement about the verification, None if the group was opened without a key.
+    `nested` are the bundles of the members; `digests` hold the sha256 of every file that a signature covers, by its
+    path. `attested` is the signer's statement about the verification, None if the group was opened without a key.
     """
 
     folder: Path
     manifest: GroupManifest
-    manifests: Mapping[str, Manifest]
+    nested: Mapping[str, Nested]
     sha256: str
     digests: Mapping[str, str]
     attested: TestResult | None = None
@@ -82,18 +81,23 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return fill(Golden, self.manifest, folder=self.folder / GOLDEN, has_labels=True)
 
     @property
+    def manifests(self) -> dict[str, Manifest]:
+        """The manifests of the members."""
+        return {name: each.manifest for name, each in self.nested.items()}
+
+    @property
     def size_bytes(self) -> int:
         """The bytes of the model files that an app loads; a file that several members load counts once."""
         sizes: dict[str, int] = {}
-        for name, manifest in self.manifests.items():
-            places = _find_places(name, manifest, self.manifest.shared)
-            sizes |= {places[file]: manifest.files[file].size_bytes for file in manifest.forms[manifest.form]}
+        for each in self.nested.values():
+            names = each.manifest.forms[each.manifest.form]
+            sizes |= {each.places[name]: each.manifest.files[name].size_bytes for name in names}
         return sum(sizes.values())
 
     @property
     def interfaces(self) -> dict[str, Interface]:
         """The inputs and outputs of each member."""
-        return _interfaces(self.manifests)
+        return _interfaces(self.nested)
 
 
 def write_group(
@@ -113,17 +117,22 @@ def write_group(
         UsageError: the bundles are for several targets, or two models with external weights have the same file name.
         OutputError: `out` cannot be written.
     """
-    manifests = {member: bundle.manifest for member, bundle in bundles.items()}
-    targets = {manifest.target for manifest in manifests.values()}
+    targets = {bundle.manifest.target for bundle in bundles.values()}
     if len(targets) != 1:
         named = ", ".join(sorted(targets))
         raise UsageError("the members of a group are for one target", hint=f"these are for {named}")
-    shared = folders.find_shared({it.sha256: it for it in manifest.files.values()} for manifest in manifests.values())
-    _check_places(manifests, shared)
+    files_by_digest = ({it.sha256: it for it in bundle.manifest.files.values()} for bundle in bundles.values())
+    shared, taken = folders.find_shared(files_by_digest), dict[str, str]()
+    nested = {member: _nest(member, it.manifest, it.manifest_file, shared) for member, it in bundles.items()}
+    for each in nested.values():
+        for file, place in each.places.items():
+            digest = each.manifest.files[file].sha256
+            if taken.setdefault(place, digest) != digest:
+                raise UsageError(f"two members have a file '{file}'", hint="give the models of a group different names")
     with staged_folder(out) as staging:
         for member, bundle in bundles.items():
-            write_file(staging / _MEMBERS / member / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
-            for file, place in _find_places(member, bundle.manifest, shared).items():
+            write_file(staging / nested[member].folder / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
+            for file, place in nested[member].places.items():
                 copy_once(bundle.folder / file, staging / place)
         own = {f"{GOLDEN}/{path.name}": path for path in golden.files}
         own |= {f"{APP}/{path.name}": path for path in programs}
@@ -135,10 +144,7 @@ def write_group(
             name=name,
             target=targets.pop(),
             wiring=wiring,
-            members={
-                member: Member(manifest=bundle.manifest_file, model_file=_find_model(member, bundle.manifest, shared))
-                for member, bundle in bundles.items()
-            },
+            members={member: Member(manifest=it.entry, model_file=it.model_file) for member, it in nested.items()},
             metric=metric,
             files={},
             shared=shared,
@@ -164,27 +170,21 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     listing = folders.read_listing(path, GROUP, key)
     source = listing.source
     group = decode_strictly(listing.data, GroupManifest, source)
-    manifests: dict[str, Manifest] = {}
+    nested, files = dict[str, Nested](), dict(group.files)
     for name, member in group.members.items():
         folders.require_folder_name(name, source)
-        manifest = manifests[name] = folders.read_nested(path, f"{_MEMBERS}/{name}", member.manifest, source)
-        if (manifest.target, _find_model(name, manifest, group.shared)) != (group.target, member.model_file):
+        manifest = folders.read_nested(path, f"{_MEMBERS}/{name}", member.manifest, source)
+        nested[name] = each = _nest(name, manifest, member.manifest, group.shared)
+        files |= each.files
+        if (manifest.target, each.model_file) != (group.target, member.model_file):
             raise BundleError(f"'{source}' contradicts the manifest of '{name}'", hint="build the group again")
     if ":" in group.metric.name:
         # A metric `module:function` would import and run Python.
         words = f"'{source}' asks for the metric {group.metric.name[:200]!r}, code that no bundle may run"
         raise BundleError(words, hint="name a metric that edgekit has")
-    if (fault := find_fault(group.wiring, _interfaces(manifests))) is not None:
+    if (fault := find_fault(group.wiring, _interfaces(nested))) is not None:
         raise BundleError(f"the wiring in '{source}' {fault[0]}", hint="build the group again")
-
-    return Group(
-        folder=path,
-        manifest=group,
-        manifests=manifests,
-        sha256=listing.sha256,
-        digests=listing.check_folder(_list_files(group, manifests)),
-        attested=listing.attested,
-    )
+    return fill(Group, listing, manifest=group, nested=nested, digests=listing.check_folder(files))
 
 
 def extract_member(group: Group, name: str, out: Path) -> Bundle:
@@ -194,34 +194,17 @@ def extract_member(group: Group, name: str, out: Path) -> Bundle:
         BundleError: the group was altered since it was opened.
         OutputError: `out` cannot be written.
     """
-    folder, entry = f"{_MEMBERS}/{name}", group.manifest.members[name].manifest
-    find_places = partial(_find_places, name, shared=group.manifest.shared)
-    return folders.extract_nested(group.folder, folder, entry, find_places, out)
+    return group.nested[name].extract(group.folder, out)
 
 
-def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
-    return {
-        name: describe_interface([tensor.spec for tensor in each.inputs], [tensor.spec for tensor in each.outputs])
-        for name, each in manifests.items()
-    }
+def _interfaces(nested: Mapping[str, Nested]) -> dict[str, Interface]:
+    sides = {name: (each.manifest.inputs, each.manifest.outputs) for name, each in nested.items()}
+    specs = {name: [[tensor.spec for tensor in side] for side in each] for name, each in sides.items()}
+    return {name: describe_interface(*each) for name, each in specs.items()}
 
 
-def _find_model(member: str, manifest: Manifest, shared: Mapping[str, object]) -> str:
-    """Returns the file of a member that an app loads, relative to `group.json`."""
-    return _find_places(member, manifest, shared)[manifest.model_file]
-
-
-def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
-    """Returns every file that must exist, by its path."""
-    files = dict(group.files)
-    for name, manifest in manifests.items():
-        entry, places = group.members[name].manifest, _find_places(name, manifest, group.shared)
-        files |= folders.list_nested(f"{_MEMBERS}/{name}", entry, manifest, places)
-    return files
-
-
-def _find_places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:
-    """Returns the path of each file of a member, relative to `group.json`."""
+def _nest(member: str, manifest: Manifest, entry: BundledFile, shared: Mapping[str, object]) -> Nested:
+    """Returns a member with the path of each of its files, relative to `group.json`."""
     multi_file_forms = [names for names in manifest.forms.values() if len(names) > 1]
     # A model refers to its external weights by path, so models that share weights must be in one folder.
     sharing = [names for names in multi_file_forms if any(manifest.files[each].sha256 in shared for each in names)]
@@ -234,16 +217,8 @@ def _find_places(member: str, manifest: Manifest, shared: Mapping[str, object]) 
         is_shared = digest in shared and name not in with_own_weights
         return f"{_SHARED}/{digest}" if is_shared else f"{_MEMBERS}/{member}/{name}"
 
-    return {name: place(name, entry.sha256) for name, entry in manifest.files.items()}
-
-
-def _check_places(manifests: Mapping[str, Manifest], shared: Mapping[str, object]) -> None:
-    taken: dict[str, str] = {}
-    for member, manifest in manifests.items():
-        for name, place in _find_places(member, manifest, shared).items():
-            digest = manifest.files[name].sha256
-            if taken.setdefault(place, digest) != digest:
-                raise UsageError(f"two members have a file '{name}'", hint="give the models of a group different names")
+    places = {name: place(name, file.sha256) for name, file in manifest.files.items()}
+    return Nested(folder=f"{_MEMBERS}/{member}", entry=entry, manifest=manifest, places=places)
 
 
 def is_group(path: Path) -> bool:

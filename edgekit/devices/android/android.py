@@ -257,12 +257,7 @@ class Android(Device, frozen=True, kw_only=True):
             variables.append(f"EDGEKIT_NNAPI_REFUSED={','.join(map(str, self.driver.numbers))}")
             if self.driver.feature_level is not None:
                 variables.append(f"EDGEKIT_NNAPI_DRIVER_LEVEL={self.driver.feature_level}")
-        if not (emulator := find_emulator(self.abi)):
-            return ("env", *variables)
-        core = find_core(self.cpu)
-        write_phone(core, work / "phone")
-        known = (f"EDGEKIT_PHONE={work / 'phone'}", f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
-        return ("env", *variables, *known, *emulator, "-cpu", core.qemu)
+        return ("env", *variables, *enter_phone(self.cpu, find_emulator(self.abi) or (), work))
 
     def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, served: Served | None) -> Iterator[str]:
         """Yields notes on the emulated phone, and on what was done differently from a real one."""
@@ -293,6 +288,19 @@ def find_emulator(abi: str) -> tuple[str, ...] | None:
         return None
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     return None if found is None else (found,)
+
+
+def enter_phone(core_name: str, emulator: Sequence[str], work: Path) -> tuple[str, ...]:
+    """Returns the words after `env` for a program on the CPU of a phone: what describes it, and the emulator's command.
+
+    No words without an emulator, when the program runs natively.
+    """
+    if not emulator:
+        return ()
+    core = find_core(core_name)
+    write_phone(core, work / "phone")
+    facts = (f"EDGEKIT_PHONE={work / 'phone'}", f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
+    return (*facts, *emulator, "-cpu", core.qemu)
 
 
 SETTINGS = {

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings, external_config
+from edgekit.data.samples import Samples, map_samples
 from edgekit.errors import UsageError
 from edgekit.graph.constants import lift_constants
 from edgekit.graph.graph import Graph, Node, view_model
@@ -296,6 +297,12 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
             raise UsageError(f"'{model.path}' wants the input {spec}", hint=hint)
         adapted[spec.name] = value if spec.dtype == "string" else value.astype(DTYPES[spec.dtype], copy=False)
     return adapted
+
+
+def run_unoptimized(model: Model, samples: Samples) -> Samples:
+    """Returns a model's outputs for samples on this machine's CPU, with every optimisation off, as they are read."""
+    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
+    return map_samples(samples, lambda sample: session.run(adapt_sample(sample, model)), source=str(model.path))
 
 
 def declare(

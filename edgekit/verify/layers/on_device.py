@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import onnx
 
-from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit._ort import CPU_PROVIDER, CpuSession
 from edgekit.data.samples import Samples, limit_samples, map_samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.find import kind_of
@@ -181,7 +181,7 @@ def find_device_layer(
     job = msgspec.structs.replace(job, samples=limit_samples(job.samples, LAYER_SAMPLES))
     model, unprobed = load_model(job.model), device.run_job(job, work / "unprobed")
     refusal, runs, notes = unprobed.failure or "", 1, dict[str, None]()
-    outputs = () if refusal else compare_outputs(_run_here(model, job.samples), unprobed.outputs)
+    outputs = () if refusal else compare_outputs(matching.run_unoptimized(model, job.samples), unprobed.outputs)
     if before is not None and (moved := _find_changed(before, unprobed.outputs)) is not None:
         return Located(layer=None, runs=1, cuts=0, notes=(f"output '{moved.name}' is another {UNSTEADY}",))
     same_db = min(_SAME_DB, find_least_db(outputs) + _CLOSER_DB)
@@ -419,7 +419,7 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
         """Sets the least SQNR of an output of a prefix on the device; the lowest if one cannot be compared."""
         folder = work / str(place)
         prefix = save_prefix(model, cuts[place][1], folder / "prefix.onnx")
-        reference = _run_here(prefix, job.samples)
+        reference = matching.run_unoptimized(prefix, job.samples)
         outputs = tuple(
             TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
             for name, value in next(iter(reference), dict[str, Array]()).items()
@@ -460,9 +460,3 @@ def find_least_db(reports: Sequence[OutputReport]) -> float:
     ):
         return -math.inf
     return min((report.sqnr_db for report in reports if report.sqnr_db is not None), default=math.inf)
-
-
-def _run_here(model: Model, samples: Samples) -> Samples:
-    """Returns a model's outputs for samples on this machine, with every optimisation off."""
-    session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
-    return map_samples(samples, session.run, source=str(model.path))

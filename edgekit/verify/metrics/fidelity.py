@@ -9,7 +9,7 @@ tests/verify/test_verify_honesty.py counts how often.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import msgspec
 import numpy as np
@@ -79,11 +79,23 @@ def find_unfaithful(
     bundle's own model rounds them on this machine. There are two kinds. The source may compute in integers, as the
     device's kernels do. Or an output holds only elements of the inputs, and a compiler drops a Q and the DQ after it.
     """
-    every = _read_sides(own, reference, got).items()
-    found = {
-        name: describe_origin(sides, may_be_equal=name in may_be_equal) or find_distance(sides) for name, sides in every
-    }
-    return {name: words for name, words in found.items() if words}
+    rows, found = read_first(_MOST_SAMPLES, own, reference, got), dict[str, str]()
+    for name, first in (rows[0][0] if rows else dict[str, Array]()).items():
+        values = [side.get(name) for row in rows for side in row]
+        fitting = [value for value in values if value is not None and value.shape == first.shape and is_numeric(value)]
+        if len(fitting) < len(values) or not first.size or not all(np.isfinite(value).all() for value in fitting):
+            continue
+        is_whole = first.size <= _MOST_ELEMENTS
+        matrices = [
+            np.stack([value.reshape(-1).astype(np.float64) for value in side])
+            if is_whole
+            else sketch_samples(np.stack(side))
+            for side in (fitting[::3], fitting[1::3], fitting[2::3])
+        ]
+        sides = Sides(own=matrices[0], reference=matrices[1], got=matrices[2], is_whole=is_whole)
+        if words := describe_origin(sides, may_be_equal=name in may_be_equal) or find_distance(sides):
+            found[name] = words
+    return found
 
 
 def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
@@ -134,14 +146,18 @@ def find_replay(sides: Sides) -> str | None:
     than the bundle's model is. Two cases are excluded: a few values may be so near by chance, and so may values whose
     type is as coarse as the bundle's model is accurate, such as the float16 outputs of a model in 16 bits.
     """
-    apart, near = energy_of(sides.own - sides.reference), energy_of(sides.got - sides.reference)
-    least = energy_of((0.5 * _spacing(sides.reference))[sides.own != sides.reference])
+    error, reference = sides.own - sides.reference, sides.reference
+    apart, near = energy_of(error), energy_of(sides.got - reference)
+    # The distance of each value to the next in float16 if all values are such numbers, else in float32.
+    with np.errstate(over="ignore", invalid="ignore"):
+        halves, singles = reference.astype(np.float16), reference.astype(np.float32)
+        spacing = np.spacing(np.abs(halves if (halves == reference).all() else singles)).astype(np.float64)
+    least = energy_of((0.5 * spacing)[sides.own != reference])
     # A bundle in float32 gives the float model's outputs but for the order of sums.
-    if not energy_of(sides.reference) * _ORDER < apart < math.inf or not max(near, least) * _MUCH_CLOSER < apart:
+    if not energy_of(reference) * _ORDER < apart < math.inf or not max(near, least) * _MUCH_CLOSER < apart:
         return None
     if near == 0.0:
         return "is the float model's to the bit, and the bundle's own model does not give it: another model ran"
-    error, reference = sides.own - sides.reference, sides.reference
     # How many independent errors carry the own model's distance: of probabilities, which add up to 1, one follows from
     # the others.
     shared = (reference.min(axis=1) >= 0.0) & (np.abs(reference.sum(axis=1) - 1.0) < _SHARES)
@@ -241,7 +257,11 @@ def _find_moved(
         place = int(distances.argmin())
         if distances[place] * _CLOSER < error[index]:
             nearest[index], chances[index] = place, weigh(int(index), distances)
-    moved = _list_cycles(nearest.tolist())
+    # What is left of the places after every step to the nearest one lies on closed cycles.
+    places = set(range(len(own)))
+    while (reached := {int(nearest[place]) for place in places}) != places:
+        places = reached
+    moved = sorted(place for place in places if nearest[place] != place)
     if not moved or float(np.prod(chances[moved])) * pairs >= CHANCE:
         return None
     return moved[0], int(nearest[moved[0]])
@@ -303,24 +323,6 @@ def measure_chance(near: float, far: float, dims: float) -> float:
     return (near / far) ** (dims / 2.0) if far > 0.0 else 1.0
 
 
-def _read_sides(own: Samples, reference: Samples, got: Samples) -> dict[str, Sides]:
-    rows, stacked = read_first(_MOST_SAMPLES, own, reference, got), dict[str, Sides]()
-    for name, first in (rows[0][0] if rows else dict[str, Array]()).items():
-        values = [side.get(name) for row in rows for side in row]
-        fitting = [value for value in values if value is not None and value.shape == first.shape and is_numeric(value)]
-        if len(fitting) < len(values) or not first.size or not all(np.isfinite(value).all() for value in fitting):
-            continue
-        is_whole = first.size <= _MOST_ELEMENTS
-        matrices = [
-            np.stack([value.reshape(-1).astype(np.float64) for value in side])
-            if is_whole
-            else sketch_samples(np.stack(side))
-            for side in (fitting[::3], fitting[1::3], fitting[2::3])
-        ]
-        stacked[name] = Sides(own=matrices[0], reference=matrices[1], got=matrices[2], is_whole=is_whole)
-    return stacked
-
-
 def _count_carriers(values: Floats) -> float:
     """Returns how many of the values, not all zero, carry their energy: (sum of squares)^2 / sum of their squares."""
     squares = np.square(values)
@@ -329,18 +331,3 @@ def _count_carriers(values: Floats) -> float:
 
 def _centre(rows: Floats) -> Floats:
     return np.asarray(rows - rows.mean(axis=0), dtype=np.float64)
-
-
-def _spacing(values: Floats) -> Floats:
-    """Returns the distance of each value to the next in float16 if all values are such numbers, else in float32."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        halves, singles = values.astype(np.float16), values.astype(np.float32)
-        return np.asarray(np.spacing(np.abs(halves if (halves == values).all() else singles)), np.float64)
-
-
-def _list_cycles(nearest: Sequence[int]) -> list[int]:
-    """Returns the places on closed cycles place -> nearest place, without those that are their own nearest."""
-    places = set(range(len(nearest)))
-    while (reached := {nearest[place] for place in places}) != places:
-        places = reached
-    return sorted(place for place in places if nearest[place] != place)
