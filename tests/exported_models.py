@@ -136,8 +136,7 @@ class Exported:
         if self.is_dynamo:
             # PyTorch 2.15: rows that a mask hides completely become 0.
             chances = self.add("Where", [self.add("IsNaN", [chances]), self.constant(0), chances])
-        mixed = self.add("MatMul", [chances, value])
-        joined = self.add("Transpose", [mixed], perm=[0, 2, 1, 3])
+        joined = self.add("Transpose", [self.add("MatMul", [chances, value])], perm=[0, 2, 1, 3])
         flat = self.add("Reshape", [joined, self.constant([1, TOKENS, WIDTH], "int64")])
         return self.linear(flat, WIDTH, WIDTH)
 

@@ -141,8 +141,7 @@ def test_gray_pictures_for_a_model_of_colors_are_named() -> None:
 
 
 def test_noise_in_place_of_sound_is_named_and_features_have_no_order() -> None:
-    rng = np.random.default_rng(2)
-    drawn = rng.normal(size=(8, 1, 4000)).astype(np.float32)
+    drawn = np.random.default_rng(2).normal(size=(8, 1, 4000)).astype(np.float32)
     (warning,) = check_samples(samples_of(*drawn)).warnings
     assert "is noise" in warning
     assert check_samples(samples_of(*(drawn[..., 1:] + drawn[..., :-1]))).warnings == ()

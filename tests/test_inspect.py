@@ -194,8 +194,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, pair: tuple[Bundle, 
 
 def test_every_weight_belongs_to_one_layer_in_both_formats(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "a.onnx")
-    options = OrtOptions(style="full", cpu="arm")
-    write_ort(model, tmp_path / "a.ort", options)
+    write_ort(model, tmp_path / "a.ort", OrtOptions(style="full", cpu="arm"))
     for path in (model.path, tmp_path / "a.ort"):
         assert sum(layer.weight_bytes for layer in measure_layers(path)) == (8 * 5 + 5) * 4
     sizes = measure_sizes(model.path)

@@ -242,8 +242,7 @@ def test_a_long_list_on_which_a_shape_depends_stays(op: str, name: str, tmp_path
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw_data", "float_data"])
 def test_big_weights_go_and_their_shapes_stay(tmp_path: Path, *, raw: bool) -> None:
-    path = _save_big(tmp_path / "m.onnx", np.ones((300, 400), np.float32), raw=raw)
-    skimmed = skim_model(path)
+    skimmed = skim_model(_save_big(tmp_path / "m.onnx", np.ones((300, 400), np.float32), raw=raw))
     assert skimmed.ByteSize() < 400
     assert list(skimmed.graph.initializer[0].dims) == [300, 400]
     assert list(skimmed.graph.node[0].attribute[0].t.dims) == [300, 400]
@@ -257,8 +256,7 @@ def test_big_weights_go_and_their_shapes_stay(tmp_path: Path, *, raw: bool) -> N
 )
 def test_big_weights_are_used_where_they_lie(tmp_path: Path, *, raw: bool, said: bool) -> None:
     array = np.random.default_rng(0).standard_normal((300, 400)).astype(np.float32)
-    path = _save_big(tmp_path / "m.onnx", array, raw=raw, said=said)
-    pointing = point_into(path)
+    pointing = point_into(_save_big(tmp_path / "m.onnx", array, raw=raw, said=said))
     assert (pointing.graph.initializer[0].data_location == TensorProto.EXTERNAL) is raw
     config = {"session.model_external_initializers_file_folder_path": str(tmp_path)}
     got = CpuSession(pointing.SerializeToString(), SessionSettings(config=config)).run({})["y"]

@@ -68,8 +68,7 @@ def test_a_session_runs_at_every_level(relu_model: Path, level: Level) -> None:
 def test_a_message_that_is_no_text_is_a_refusal_too(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { a = Relu(x) y = Relu(a) }'
     path = parse_model(text, tmp_path / "m.onnx")
-    content = path.read_bytes().replace(b"\n\x01a\x12\x01y", b"\n\x01\x8e\x12\x01y")
-    path.write_bytes(content)
+    path.write_bytes(path.read_bytes().replace(b"\n\x01a\x12\x01y", b"\n\x01\x8e\x12\x01y"))
     with pytest.raises(RuntimeRefusal, match=r"m\.onnx"):
         CpuSession(path, SessionSettings())
 

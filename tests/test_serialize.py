@@ -35,7 +35,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
 def test_properties_enums_paths_and_infinities() -> None:
     report = _Report(name="a", value=float("inf"), path=Path("x/y"), evidence=Evidence.SAME_EP)
     assert to_builtins((report,)) == [
-        {"name": "a", "value": None, "path": "x/y", "evidence": "same-ep", "passed": True},
+        {"name": "a", "value": None, "path": "x/y", "evidence": "same-ep", "passed": True}
     ]
     assert json.loads(to_json(report))["passed"] is True
 

@@ -157,10 +157,7 @@ def test_profiles_that_do_not_rise_are_refused(least: str, usual: str, most: str
 
 
 def test_profiles_say_of_each_open_input_what_fits_its_shape() -> None:
-    inputs = (
-        TensorSpec(name="x", dtype="float32", shape=("n", 3)),
-        TensorSpec(name="k", dtype="float32", shape=(4,)),
-    )
+    inputs = (TensorSpec(name="x", dtype="float32", shape=("n", 3)), TensorSpec(name="k", dtype="float32", shape=(4,)))
     allowed = _profiled("x:1x3", "x:4x3", "x:8x3")
     refuse_profiles([allowed, load_target("cpu")], inputs)
     assert takes_any_size([allowed, load_target("cpu")])

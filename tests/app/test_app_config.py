@@ -185,10 +185,7 @@ def test_init_writes_paths_of_data_relative_to_the_file(
     assert run_command(["init", "net.onnx", "--data", "samlpes.npz"]) == 2
     assert "'samlpes.npz' does not exist (check the path)" in capsys.readouterr().err
     assert not Path("edgekit.toml").exists()
-    for data, named, length in (
-        ("samples.npz", str(tmp_path / "samples.npz"), 4),
-        ("mine:samples", "mine:samples", 1),
-    ):
+    for data, named, length in (("samples.npz", str(tmp_path / "samples.npz"), 4), ("mine:samples", "mine:samples", 1)):
         out = tmp_path / data[:4] / "edgekit.toml"
         assert run_command(["init", "net.onnx", "--data", data, "--out", str(out)]) == 0
         (cell, *_) = list_cells(load_app(out))

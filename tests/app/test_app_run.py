@@ -181,8 +181,7 @@ def test_devices_of_the_file_must_be_there_and_run(app: Path, answer: Answer) ->
 def test_each_input_of_a_cell_changes_its_key(app: Path) -> None:
     def key() -> str:
         loaded = load_app(app)
-        digests = Digests(app.parent / DIGESTS_FILE)
-        return make_key(loaded, list_cells(loaded)[0], (), digests)
+        return make_key(loaded, list_cells(loaded)[0], (), Digests(app.parent / DIGESTS_FILE))
 
     seen = {key()}
     for old, new in (

@@ -237,8 +237,7 @@ def test_a_worker_of_another_version_says_so(folder: Path, cluster: Any, monkeyp
     honest, client = result.make_key, threading.current_thread()
     # Workers run in threads of their own; what they would make has another key.
     monkeypatch.setattr(
-        "edgekit.app.cells.make_key",
-        lambda *words: honest(*words) + "x" * (threading.current_thread() is not client),
+        "edgekit.app.cells.make_key", lambda *words: honest(*words) + "x" * (threading.current_thread() is not client)
     )
     report = run_app(_app(folder, scheduler=cluster.scheduler_address))
     assert all("would make something else" in cell.headline for cell in report.cells)

@@ -19,8 +19,7 @@ from edgekit.bench.latency import (
 
 def noise(seed: int, count: int) -> list[float]:
     """Times around 10 ms with a long tail, as real ones have."""
-    rng = np.random.default_rng(seed)
-    return [float(value) for value in 10 + rng.gamma(2.0, 0.2, count)]
+    return [float(value) for value in 10 + np.random.default_rng(seed).gamma(2.0, 0.2, count)]
 
 
 def test_the_figures_are_those_of_the_series() -> None:
@@ -38,8 +37,7 @@ def test_the_interval_of_the_median_holds_it_in_95_of_100_series() -> None:
 
 
 def test_the_interval_narrows_with_more_runs_as_predicted() -> None:
-    few = noise(1, 30)
-    low, high = median_interval(noise(2, count_needed(few, 0.005)))
+    low, high = median_interval(noise(2, count_needed(noise(1, 30), 0.005)))
     assert (high - low) / 2 <= 0.0075 * 10.4
     assert count_needed([5.0] * 30, 0.01) == 30
 
@@ -48,8 +46,7 @@ def test_the_interval_narrows_with_more_runs_as_predicted() -> None:
 def test_a_drift_is_seen_through_noise_and_slow_runs(growth: float) -> None:
     series = [value * (1 + growth * index / 99) for index, value in enumerate(noise(3, 100))]
     series[50] = 500.0
-    drift = present(find_drift(series))
-    assert abs(drift - growth) < 0.05
+    assert abs(present(find_drift(series)) - growth) < 0.05
 
 
 def test_steady_series_have_no_drift() -> None:

@@ -139,8 +139,7 @@ def test_an_ort_file_is_timed(tmp_path: Path) -> None:
 
 def test_unknown_sizes_become_1_with_a_note(tmp_path: Path) -> None:
     model = parse_model("g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
-    subject = open_subject(model, tmp_path / "a", Opening())
-    report = bench_subjects([subject], [Phone()], QUICK)
+    report = bench_subjects([open_subject(model, tmp_path / "a", Opening())], [Phone()], QUICK)
     assert report.runs[0].failure is None
     assert report.notes == ("without a --dim, 'N' ran with the size 1",)
     assert open_subject(tmp_path / "m.onnx", tmp_path / "b", Opening(dims={"N": 3})).notes == ()

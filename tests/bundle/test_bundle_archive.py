@@ -52,8 +52,7 @@ SHA256 = {
 def test_unpacking_an_archive_gives_the_packed_files(tmp_path: Path, kind: Kind) -> None:
     entries = {**ENTRIES, LONG: b"long"}
     write_archive(entries, tmp_path / "a", kind)
-    names = unpack_archive(tmp_path / "a", tmp_path / "out")
-    assert names == tuple(sorted(entries))
+    assert unpack_archive(tmp_path / "a", tmp_path / "out") == tuple(sorted(entries))
     assert {name: path.read_bytes() for name, path in list_files(tmp_path / "out").items()} == entries
 
 
@@ -102,8 +101,7 @@ def _tar(name: str, kind: bytes = tarfile.REGTYPE, data: bytes = b"", **fields: 
     entry.type, entry.size = kind, len(data)
     for key, value in fields.items():
         setattr(entry, key, value)
-    padding = bytes(-len(data) % tarfile.BLOCKSIZE)
-    return entry.tobuf(tarfile.GNU_FORMAT) + data + padding
+    return entry.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
 def _change(data: bytes, change: Callable[[bytearray], None]) -> bytes:

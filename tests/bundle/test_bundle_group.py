@@ -251,8 +251,7 @@ def test_the_program_of_a_group_gives_the_results_of_edgekit(talk: Path, digits:
 def test_a_member_is_a_bundle_of_its_own(talk: Path, tmp_path: Path) -> None:
     bundle = extract_member(open_group(talk), "decode", tmp_path / "decode")
     assert bundle.manifest.forms["onnx"][0] == "decode.onnx"
-    readme = (bundle.folder / "README.md").read_text()
-    assert "load | `decode.onnx`" in readme
+    assert "load | `decode.onnx`" in (bundle.folder / "README.md").read_text()
     assert "decode.onnx" in (bundle.folder / "app" / "ModelSession.kt").read_text()
 
 

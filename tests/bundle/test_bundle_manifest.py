@@ -47,8 +47,7 @@ def test_an_oversized_manifest_is_not_read_beyond_the_limit(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("target", target_names())
 def test_real_manifests_fit_the_schema(tmp_path: Path, target: str) -> None:
-    bundle = make_bundle(tmp_path, target=target)
-    validate((bundle.folder / "manifest.json").read_bytes())
+    validate((make_bundle(tmp_path, target=target).folder / "manifest.json").read_bytes())
 
 
 def test_the_schema_refuses_invalid_manifests(tmp_path: Path) -> None:

@@ -38,6 +38,5 @@ def test_the_rules_place_networks_as_qualcomms_simulator_does(tmp_path: Path, ki
 
 def test_a_session_that_fails_is_predicted(tmp_path: Path) -> None:
     path = save_text("g (float[2,4] x) => (float[2,4] y) { [n] y = Elu(x) }", tmp_path / "m.onnx")
-    failure = present(observe_qnn(path, load_target("qnn", {"soc_model": "30"})).failure)
-    assert "1002" in failure
+    assert "1002" in present(observe_qnn(path, load_target("qnn", {"soc_model": "30"})).failure)
     assert check_file(path, "qnn", {"soc_model": "30"}).is_refused

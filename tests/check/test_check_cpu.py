@@ -63,8 +63,7 @@ def test_what_moves_values_needs_one_scale_on_both_sides(tmp_path: Path, call: s
 @pytest.mark.parametrize("arch", ["arm64", "x64"])
 def test_the_session_agrees_about_a_network(tmp_path: Path, arch: str) -> None:
     path = quantized_net(tmp_path / "q.onnx", QuantType.QUInt8)
-    target = load_target("cpu", {"arch": arch})
-    seen = observe_target(load_model(path), target)
+    seen = observe_target(load_model(path), load_target("cpu", {"arch": arch}))
     assert isinstance(seen, Observed)
     assert (seen.device, seen.disagreements, seen.failure) == ("host", (), None)
     assert (seen.taken, check_file(path, "cpu", {"arch": arch}).integer_macs) == (seen.nodes, 1.0)
@@ -110,5 +109,4 @@ def test_the_cpu_is_recommended_only_where_no_accelerator_is_of_use(tmp_path: Pa
     accelerated = check_targets(conv_net(tmp_path / "net.onnx"), Recipe(targets=("all",)))
     assert accelerated.recommended.target not in {None, "cpu"}
     path = save_text("g (double[4] x) => (double[4] y) { y = Tanh(x) }", tmp_path / "m.onnx")
-    plain = check_targets(path, Recipe(targets=("all",)))
-    assert plain.recommended.target == "cpu"
+    assert check_targets(path, Recipe(targets=("all",))).recommended.target == "cpu"

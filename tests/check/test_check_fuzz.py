@@ -69,8 +69,7 @@ def _models(draw: st.DrawFn) -> onnx.ModelProto:
 
 @given(_models())
 def test_any_graph_gets_a_report_and_advice(model: onnx.ModelProto) -> None:
-    proto = infer_model(model)
-    graph = view_model(proto)
+    graph = view_model(infer_model(model))
     for target, book in zip(LOADED, BOOKS, strict=True):
 
         def recheck(changed: Graph, opset: int, target: Any = target, book: Any = book) -> tuple[CheckedNode, ...]:

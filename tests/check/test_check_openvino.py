@@ -51,8 +51,7 @@ def test_a_pad_between_dq_and_q_and_signed_activations_are_risks(tmp_path: Path)
     report = check_file(save_text(PAD, tmp_path / "m.onnx"), "openvino")
     assert report.verdict == "maybe"
     assert any("fills in another value than zero" in risk for risk in report.risks)
-    signed = PAD.replace("uint8", "int8")
-    path = save_text(signed, tmp_path / "signed.onnx")
+    path = save_text(PAD.replace("uint8", "int8"), tmp_path / "signed.onnx")
     assert any("signed activations" in risk for risk in check_file(path, "openvino").risks)
 
 

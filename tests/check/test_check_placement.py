@@ -384,8 +384,7 @@ def test_what_is_added_is_what_onnx_runtime_adds(tmp_path: Path, body: str, opse
     assert _spell(((node.op_type, node.input, node.output) for node in ours.nodes), outputs) == _spell(
         ((node.op_type, node.input, node.output) for node in theirs.node), outputs
     )
-    given_names = {node.name for node in infer_graph(proto).nodes}
-    assert given_names <= {node.name for node in ours.nodes}
+    assert {node.name for node in infer_graph(proto).nodes} <= {node.name for node in ours.nodes}
 
 
 QDQ = "[q] q = QuantizeLinear({0}, s, z) [d] d = DequantizeLinear(q, s, z)"

@@ -180,8 +180,7 @@ def test_every_operator_and_rule_has_a_source(target: str) -> None:
 def test_a_word_that_rules_do_not_know_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     shutil.copytree(FOLDER / "nnapi", tmp_path / "mine")
     rules = tmp_path / "mine" / "rules.toml"
-    text = rules.read_text()
-    rules.write_text(text.replace(old, new, 1))
+    rules.write_text(rules.read_text().replace(old, new, 1))
     with pytest.raises(TargetError, match=message):
         load_rules(load_target(str(tmp_path / "mine")))
 
@@ -195,8 +194,7 @@ def test_a_target_without_rules_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("soc", "htp"), [("30", "v68"), ("36", "v69"), ("69", "v73"), ("34", "quantized")])
 def test_the_soc_decides_what_the_htp_can(soc: str, htp: str) -> None:
-    book = load_rules(load_target("qnn"))
-    assert derive_settings(book, {"soc_model": soc})["htp_class"] == htp
+    assert derive_settings(load_rules(load_target("qnn")), {"soc_model": soc})["htp_class"] == htp
 
 
 def test_only_q_and_dq_on_the_edge_of_a_graph_are_left_to_the_cpu() -> None:

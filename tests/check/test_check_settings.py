@@ -72,13 +72,7 @@ _PC_ONLY = ("directml", "tensorrt", "webgpu")
 
 def test_every_parameter_has_a_case() -> None:
     tested = {(target, name) for target, less, more, *_ in CASES for name in (*less, *more)}
-    tested |= {
-        ("nnapi", "cpu"),
-        ("cpu", "arch"),
-        ("cpu", "weights"),
-        ("qnn", "blocks"),
-        ("openvino", "precision_hint"),
-    }
+    tested |= {("nnapi", "cpu"), ("cpu", "arch"), ("cpu", "weights"), ("qnn", "blocks"), ("openvino", "precision_hint")}
     # What these set is told to the provider, and changes no placement that the rules tell (test_target.py).
     told = ("tf32", "cudnn_search", "device_id", "gpu_mem_limit", "arena_extend_strategy", "enable_cuda_graph")
     tested |= {("cuda", name) for name in told}
@@ -110,8 +104,7 @@ def test_an_option_of_core_ml_lets_bodies_be_placed(enters: str, tmp_path: Path)
 
 
 def test_an_architecture_stands_for_a_soc() -> None:
-    target = load_target("qnn", {"htp_arch": "73"})
-    assert target.session.provider_options["soc_model"] == "43"
+    assert load_target("qnn", {"htp_arch": "73"}).session.provider_options["soc_model"] == "43"
     assert load_target("qnn", {"soc_model": "36"}).settings["htp_arch"] == "69"
     assert load_target("qnn", {"soc_model": "43", "htp_arch": "73"}).settings["soc_model"] == "43"
     with pytest.raises(UsageError, match="contradicts"):

@@ -30,8 +30,7 @@ def bundles(demo_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_help_with_an_example(name: str, shown: Shown) -> None:
-    printed = shown([name, "--help"])
-    assert f"edgekit {name}" in printed.split("Example:")[1]
+    assert f"edgekit {name}" in shown([name, "--help"]).split("Example:")[1]
     command = present(group.get_command(click.Context(group), name))
     assert command.get_short_help_str(200) == COMMANDS[name]
 

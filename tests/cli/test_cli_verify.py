@@ -133,8 +133,7 @@ def test_recheck_judges_a_report_without_running_anything(facts: Path, tmp_path:
 
 def test_the_gate_reaches_the_metric_and_unproven_is_code_3(bundle: Path, tmp_path: Path, shown: Shown) -> None:
     labels = ["--labels", str(LABELS), "--metric", "top1", "--max-metric-drop", "2"]
-    asked = ["verify", str(bundle), "--on", "host", *WITH_DATA, *labels, "--json"]
-    printed = shown(asked, 3)
+    printed = shown(["verify", str(bundle), "--on", "host", *WITH_DATA, *labels, "--json"], 3)
     report = json.loads(printed)
     assert (report["verdict"], report["passed"], report["runs"][0]["failures"]) == ("not proven", False, [])
     # Eight samples that agree cannot tell two points.

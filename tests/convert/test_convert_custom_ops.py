@@ -303,8 +303,7 @@ def test_what_comes_from_this_machine_is_told(tmp_path: Path) -> None:
       e = Exp(c)
       cc = Concat<axis = 0>(c, c)
       y = Mul(x, e) }"""
-    model = save_text(tmp_path / "m.onnx", text, {})
-    graph = onnx.load(str(model.path)).graph
+    graph = onnx.load(str(save_text(tmp_path / "m.onnx", text, {}).path)).graph
     assert find_folded(graph) == ("Exp",)
     assert describe_traits(graph, ()) == ("constants were computed by this CPU's float kernels: Exp",)
     floats = make_float(tmp_path / "f.onnx")

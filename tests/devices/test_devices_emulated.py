@@ -95,8 +95,7 @@ def test_float32_is_rounded_to_half(
 def test_a_shared_weight_is_rounded_for_the_provider_only(tmp_path: Path, work: Path) -> None:
     x = np.zeros((1, 1), np.float32)
     body = "(float[1,1] x) => (float[1,1] y, float[1,1] z) <float[1] w = {0.1}> { y = Add(x, w) z = Add(x, w) }"
-    run = Emulated().run_job(text_job(tmp_path / "m.onnx", body, x, left=("n1",)), work)
-    (got,) = run.outputs
+    (got,) = Emulated().run_job(text_job(tmp_path / "m.onnx", body, x, left=("n1",)), work).outputs
     assert got["y"] == round_to_half(np.array(0.1, np.float32))
     assert got["z"] == np.float32(0.1)
 
@@ -106,8 +105,7 @@ def test_a_float16_file_is_rounded_after_every_node(tmp_path: Path, work: Path) 
         "(float16[1,1] x) => (float16[1,1] y, float16[1,1] z) { s = Mul(x, x) y = Sqrt(s) t = Mul(x, x) z = Sqrt(t) }"
     )
     job = text_job(tmp_path / "m.onnx", body, np.array([[300.0]], np.float16), left=("n2", "n3"))
-    run = Emulated().run_job(job, work)
-    (got,) = run.outputs
+    (got,) = Emulated().run_job(job, work).outputs
     assert np.isinf(got["y"]).all()
     assert got["z"] == 300
     assert got["y"].dtype == np.float16

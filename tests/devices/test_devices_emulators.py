@@ -108,8 +108,7 @@ def test_an_ort_format_file_gets_its_placement_from_the_profile(tmp_path: Path, 
     model = float_conv(tmp_path / "f.onnx")
     job = make_job(model, "xnnpack")
     ort = tmp_path / "f.ort"
-    config = {"session.save_model_format": "ORT"}
-    CpuSession(model, SessionSettings(config=config, save_to=ort))
+    CpuSession(model, SessionSettings(config={"session.save_model_format": "ORT"}, save_to=ort))
     run = require_device("host", "xnnpack").run_job(msgspec.structs.replace(job, model=ort), work)
     assert (run.failure, run.placement_source) == (None, "profile")
     assert {node.provider for node in run.placement} == {CPU_PROVIDER}

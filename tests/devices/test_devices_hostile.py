@@ -122,8 +122,7 @@ def test_what_a_device_calls_itself_cannot_steer_a_terminal(work: Path) -> None:
 
 def test_a_placement_of_a_file_without_nodes_is_ignored(tmp_path: Path, work: Path) -> None:
     whole = {**DONE, "placed_whole": "\x1b[2JQNN"}
-    placed = judge_report(work, whole).placement
-    assert {node.provider for node in placed} == {"?[2JQNN"}
+    assert {node.provider for node in judge_report(work, whole).placement} == {"?[2JQNN"}
     (tmp_path / "f.ort").write_bytes(b"\0\0\0\0ORTM" + bytes(64))
     job = msgspec.structs.replace(make_job(float_conv(work / "f.onnx"), "nnapi", ROW), model=tmp_path / "f.ort")
     report = msgspec.json.decode(json.dumps(whole), type=RunnerResult)

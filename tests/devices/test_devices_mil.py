@@ -17,13 +17,7 @@ from mil_programs import blob, constant, named, operation, scaled, write_package
 from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.ios.mil.compute import (
-    Computer,
-    compute_program,
-    read_package,
-    read_program,
-    require_known,
-)
+from edgekit.devices.ios.mil.compute import Computer, compute_program, read_package, read_program, require_known
 from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
 from edgekit.devices.process.pipes import Facts, answer_questions
 from edgekit.model.tensors import Array
@@ -46,8 +40,7 @@ def test_half_precision_is_rounded_where_the_program_says_so(tmp_path: Path) -> 
     weight = np.array([1, 2, 3, 0.1], np.float16).astype(np.float32)
     assert found.dtype == np.float16
     assert np.array_equal(found, (X.astype(np.float16).astype(np.float32) * weight).astype(np.float16))
-    full = np.full((2, 4), 65504, np.float32)
-    assert np.isinf(compute_program(program, {"x": full})["y"][0, 1])
+    assert np.isinf(compute_program(program, {"x": np.full((2, 4), 65504, np.float32)})["y"][0, 1])
 
 
 def test_sums_are_not_in_half_precision(tmp_path: Path) -> None:
@@ -105,8 +98,7 @@ def test_a_damaged_program_is_refused_and_never_computes_something_else(tmp_path
 
 def test_weights_outside_the_package_are_not_read(tmp_path: Path) -> None:
     steps = [operation("const", {}, named("w", "float32", (1,)), {"val": blob(np.ones(1, np.float32), 64)})]
-    package = write_package(tmp_path / "a.mlpackage", [], ["w"], steps)
-    path = next(package.rglob("model.mlmodel"))
+    path = next(write_package(tmp_path / "a.mlpackage", [], ["w"], steps).rglob("model.mlmodel"))
     data = path.read_bytes().replace(b"@model_path/weights/weight.bin", b"@model_path/../../../secret.bi")
     (tmp_path / "secret.bi").write_bytes(bytes(200))
     with pytest.raises(ValueError, match="lies outside"):
@@ -241,8 +233,7 @@ def test_an_operation_computes_what_its_onnx_operator_computes(case: int, tmp_pa
 
 
 def test_every_operation_is_compared_with_coremltools_or_onnx() -> None:
-    held = {kind for kind, _ in list_cases()} | {case[0] for case in CASES}
-    assert OPERATIONS.keys() == held
+    assert OPERATIONS.keys() == ({kind for kind, _ in list_cases()} | {case[0] for case in CASES})
 
 
 @pytest.mark.long

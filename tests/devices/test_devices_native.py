@@ -130,8 +130,7 @@ def test_a_job_that_is_malformed_is_an_error(job: object, reason: str) -> None:
     ],
 )
 def test_what_onnx_runtime_refuses_is_a_refusal(changes: dict[str, object], reason: str) -> None:
-    library = str(require_runner(host_abi()).library)
-    done = feed(b"", job={**JOB, "runtime": library, **changes})
+    done = feed(b"", job={**JOB, "runtime": str(require_runner(host_abi()).library), **changes})
     run = json.loads(done.stdout)
     assert (done.returncode, run["status"]) == (0, "refused")
     assert reason in run["message"]

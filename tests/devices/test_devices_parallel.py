@@ -135,5 +135,4 @@ def test_an_interrupt_leaves_no_child(tmp_path: Path) -> None:
         time.sleep(0.05)
     child.send_signal(2)
     assert child.wait(20) != 0
-    running = run_process(["ps", "-eo", "args"], timeout_s=20).stdout
-    assert str(tmp_path) not in running
+    assert str(tmp_path) not in run_process(["ps", "-eo", "args"], timeout_s=20).stdout

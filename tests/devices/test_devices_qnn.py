@@ -148,8 +148,7 @@ def test_a_build_in_16_bits_splits_silu(tmp_path: Path) -> None:
     (product,) = (node for node in made.node if node.op_type == "Mul")
     (gate,) = (node for node in made.node if node.op_type == "Sigmoid")
     assert gate.input[0] not in product.input
-    chains = [makers[makers[name].input[0]].input[0] for name in product.input]
-    assert gate.input[0] in chains
+    assert gate.input[0] in [makers[makers[name].input[0]].input[0] for name in product.input]
 
 
 _WEIGHTED = "float[4,4,1,1] w = {1,-2,3,1,-1,2,1,1,2,1,1,-3,1,2,-1,1}"

@@ -81,8 +81,7 @@ class Scripted(Device, frozen=True, kw_only=True):
         for outputs in self.turns(job):
             if job.on_outputs is not None:
                 job.on_outputs(outputs)
-        run = refuse_run(self, "")
-        return msgspec.structs.replace(run, failure=self.failure)
+        return msgspec.structs.replace(refuse_run(self, ""), failure=self.failure)
 
 
 def read_first_sample_twice(job: Job) -> Iterator[Tensors]:
@@ -173,8 +172,7 @@ def test_pipes_without_a_reader_are_not_waited_for(module: str, tmp_path: Path) 
     for name in (ASK, ANSWER):
         os.mkfifo(tmp_path / name)
     argv = [sys.executable, "-P", "-m", module, str(tmp_path)]
-    finished = subprocess.run(argv, capture_output=True, timeout=60, check=False)
-    assert finished.returncode != 0
+    assert subprocess.run(argv, capture_output=True, timeout=60, check=False).returncode != 0
 
 
 def test_a_served_pipe_waits_for_requests(tmp_path: Path) -> None:
@@ -361,8 +359,7 @@ def test_an_altered_bundle_does_not_run(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_contradictory_bundle_is_an_error(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
-    bundle = make_bundle(tmp_path / "b")
-    done = run_runner("--self-test", seal_bundle(bundle, **changes))
+    done = run_runner("--self-test", seal_bundle(make_bundle(tmp_path / "b"), **changes))
     assert (done.returncode, done.stdout) == (2, "")
     assert reason in done.stderr
 

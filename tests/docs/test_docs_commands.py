@@ -28,8 +28,7 @@ def test_the_tutorial_ends_with_verified_bundles(tutorial: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in _RUN if name not in _LONG])
 def test_what_a_page_says_runs(name: str, work: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(work, tmp_path / "work")
-    assert list(run_page(PAGES[name], folder)) == []
+    assert list(run_page(PAGES[name], shutil.copytree(work, tmp_path / "work"))) == []
 
 
 @pytest.mark.long

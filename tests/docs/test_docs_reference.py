@@ -34,8 +34,7 @@ def _section(page: str, heading: str) -> str:
 
 
 def test_every_command_is_listed() -> None:
-    listed = {name.split()[1] for name, _ in list_commands(group)}
-    assert listed == set(COMMANDS)
+    assert {name.split()[1] for name, _ in list_commands(group)} == set(COMMANDS)
 
 
 @pytest.mark.parametrize(("name", "command"), list(list_commands(group)))

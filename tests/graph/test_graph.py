@@ -92,8 +92,7 @@ def test_a_sparse_constant_has_its_zeros_and_none_outside() -> None:
     graph.sparse_initializer.add().CopyFrom(sparse_node().attribute[0].sparse_tensor)
     seen = view_part(graph, 17)
     for name in ("c", "v"):
-        array = present(seen.array(name))
-        assert array.tolist() == [[0, 3], [4, 0]]
+        assert present(seen.array(name)).tolist() == [[0, 3], [4, 0]]
     graph.sparse_initializer[0].dims[:] = [1 << 20, 1 << 20]
     assert (view_part(graph, 17).array("v"), view_part(graph, 17).value("v").shape) == (None, (1 << 20, 1 << 20))
     node = sparse_node()
@@ -211,8 +210,7 @@ def test_bodies_see_what_lies_around_them_and_count_as_readers() -> None:
     assert (then.value("a").shape, other.value("b").dtype, then.number("k")) == ((2,), "float32", 2.0)
     assert "k" not in graph.constants
     assert then.producers.keys() == {"u"}
-    text = BODIES.replace("v = Add(a, b)", "z = Relu(b) v = Add(z, z)")
-    assert view(text).captured == {"a", "b"}
+    assert view(BODIES.replace("v = Add(a, b)", "z = Relu(b) v = Add(z, z)")).captured == {"a", "b"}
     proto = parser.parse_model(f"{HEAD} {BODIES}")
     assert list_constants(proto.graph) == {}
     assert set(list_constants(proto.graph.node[2].attribute[0].g)) == {"k"}
@@ -263,8 +261,7 @@ def test_an_operator_that_needs_a_type_is_inferred_where_one_is_known_by_then() 
     ],
 )
 def test_data_of_very_long_vectors_are_not_followed(text: str) -> None:
-    graph = view(text)
-    assert graph.values["z"].shape == (9999999999,)
+    assert view(text).values["z"].shape == (9999999999,)
 
 
 def test_data_are_followed_beside_large_numbers_that_make_no_vector() -> None:
@@ -301,8 +298,7 @@ def takes(nodes: str, *, weight: float, bias: Array | float = 1.0) -> bool:
 
 
 @pytest.mark.parametrize(
-    "nodes",
-    ["d = Sub(x, big) p = Mul(d, small)", "p = Div(x, wide)", "p = InstanceNormalization(x, three, three)"],
+    "nodes", ["d = Sub(x, big) p = Mul(d, small)", "p = Div(x, wide)", "p = InstanceNormalization(x, three, three)"]
 )
 def test_a_graph_that_scales_takes_raw_pixels(nodes: str) -> None:
     assert takes(f"{nodes} {CONV}", weight=0.2)

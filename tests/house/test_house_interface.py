@@ -56,8 +56,7 @@ def test_errors_are_one_tree_and_carry_a_hint() -> None:
 def test_paths_are_text_and_settings_numbers_from_end_to_end(tmp_path: Path) -> None:
     model, data = str(tmp_path / "m.onnx"), str(tmp_path / "d.npz")
     write_small_net(Path(model), Path(data))
-    loaded = edgekit.load_model(model)
-    prepared = edgekit.prepare_model(loaded, str(tmp_path / "p.onnx"))
+    prepared = edgekit.prepare_model(edgekit.load_model(model), str(tmp_path / "p.onnx"))
     assert edgekit.load_target("nnapi", {"api_level": 31}).settings["api_level"] == "31"
     assert edgekit.load_samples(Path(data), prepared.inputs).count == 32
     given = edgekit.Data(source=tmp_path / "d.npz", labels=None, golden=str(tmp_path))  # type: ignore[arg-type]

@@ -58,16 +58,14 @@ def test_no_paragraph_is_longer_than_five_lines() -> None:
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
     paragraphs = [part.strip() for part in prose.split("\n\n") if not part.strip().startswith(("|", "#"))]
     # As a page shows them: five lines of 160 letters, however the source is broken.
-    long = [part for part in paragraphs if len(part.splitlines()) > 5 or len(part) > 5 * 160]
-    assert not long
+    assert not [part for part in paragraphs if len(part.splitlines()) > 5 or len(part) > 5 * 160]
 
 
 def test_one_picture_and_one_table_of_what_is_proved() -> None:
     (picture,) = re.findall(r"!\[.*\]\((.*)\)", README)
     assert (ROOT / picture).is_file()
     (proved,) = re.findall(r"## What is proved, and how\n\n(\|.*?)\n\n", README, re.DOTALL)
-    named = set(re.findall(r"^\| `(\w+)` \|", proved, re.MULTILINE))
-    assert named == set(target_names())
+    assert set(re.findall(r"^\| `(\w+)` \|", proved, re.MULTILINE)) == set(target_names())
     kinds = {word for row in proved.splitlines()[2:] for word in re.findall(r"`([\w-]+)`", row.rsplit("|", 2)[1])}
     assert kinds <= {kind.value for kind in Evidence}
     assert README.count("## What is proved") == 1

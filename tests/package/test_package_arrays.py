@@ -36,8 +36,7 @@ def test_python_s_bound_outputs_are_those_of_a_plain_session_in_batches_of_any_s
     warm = loader.Warm(session, {"x": np.zeros((1, 4), np.float32), "gain": gain})
     for count in (1, 1, 4, 4, 1):
         # A slice that is not contiguous is bound too.
-        x = rng.normal(size=(count, 8)).astype(np.float32)[:, ::2]
-        sample = {"x": x, "gain": gain}
+        sample = {"x": rng.normal(size=(count, 8)).astype(np.float32)[:, ::2], "gain": gain}
         for got, value in zip(warm.run(sample).values(), session.run(None, sample), strict=True):
             assert got.shape == value.shape
             np.testing.assert_array_equal(got, value)

@@ -60,8 +60,7 @@ def program(chosen: tuple[Path, ...], make_once: MakeOnce) -> Path:
 def test_onnxruntime_chooses_the_cpu_variant_and_runs_a_shared_model(program: Path, package: Path) -> None:
     shown = run_program([program, find_library(), package, NAME])
     assert shown.splitlines() == [f"chosen: {PLAIN}", "self-test passed"]
-    info = _component(package)[PLAIN]["executor_info"]["ort"]
-    assert info["model_file"].startswith("sha256:")
+    assert _component(package)[PLAIN]["executor_info"]["ort"]["model_file"].startswith("sha256:")
 
 
 @pytest.mark.long

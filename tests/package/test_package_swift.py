@@ -42,8 +42,7 @@ def test_the_package_names_its_module_platform_and_dependency(package: Path) -> 
 
 
 def test_the_table_has_every_key_option_and_digest(package: Path, bundles: Path) -> None:
-    sources = package / "Sources" / "DigitsMobilenet"
-    table = (sources / "Bundles.swift").read_text()
+    table = ((package / "Sources" / "DigitsMobilenet") / "Bundles.swift").read_text()
     for name in (COREML, XNNPACK):
         manifest = open_bundle(bundles / name).manifest
         options = manifest.platforms["ios"].provider_options

@@ -29,8 +29,7 @@ def without_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
     def make(target: str) -> str:
         folder = tmp_path_factory.mktemp("targets") / target
         shutil.copytree(Path(__file__).parents[2] / "targets" / target, folder)
-        text = (folder / "target.toml").read_text()
-        (folder / "target.toml").write_text(_EMULATED.sub("", text))
+        (folder / "target.toml").write_text(_EMULATED.sub("", (folder / "target.toml").read_text()))
         return str(folder)
 
     return make

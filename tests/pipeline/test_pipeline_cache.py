@@ -203,13 +203,11 @@ def test_other_data_settings_or_models_are_measured_anew(known: Path) -> None:
     assert run(known, method="minmax")[1].calibration.known == 0
     write_data(known, count=COUNT + 1)
     assert run(known)[1].calibration.known == 0
-    rows = np.load(known / "d.npz")["x"]
-    np.savez(known / "d.npz", x=rows[::-1])
+    np.savez(known / "d.npz", x=np.load(known / "d.npz")["x"][::-1])
     other = run(known)
     assert other[1].calibration.known == 0
     assert "it is of other samples" in other[1].calibration.notes[0]
-    model = (known / "m.onnx").read_bytes()
-    (known / "m.onnx").write_bytes(model.replace(b"c", b"d"))
+    (known / "m.onnx").write_bytes((known / "m.onnx").read_bytes().replace(b"c", b"d"))
     assert run(known)[1].calibration.known == 0
 
 

@@ -11,9 +11,7 @@ from edgekit.prepare.fix import ready_model
 
 
 @pytest.fixture(scope="session")
-def exported(
-    make_once: Callable[[str, Callable[[Path], None]], Path],
-) -> Callable[[str, str], tuple[Model, Model]]:
+def exported(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[[str, str], tuple[Model, Model]]:
     """A transformer as an exporter writes it, and as every build starts from it."""
 
     def load(name: str, style: str) -> tuple[Model, Model]:

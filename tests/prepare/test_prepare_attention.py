@@ -342,8 +342,7 @@ def test_qnn_takes_an_optimized_bert_whole_and_the_cpu_keeps_it_fused(tmp_path: 
     model = export_optimized(tmp_path / "m.onnx", opset)
     ready = ready_model(model, tmp_path, {}).model
     assert {"EmbedLayerNormalization", "Attention", "SkipLayerNormalization", "BiasGelu"} <= set(op_names(ready.path))
-    left = [advice.id for advice in check_model(ready, load_target("cpu")).advice]
-    assert left == []
+    assert [advice.id for advice in check_model(ready, load_target("cpu")).advice] == []
     fixed = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
     # The simulator takes all of them (onnxruntime-qnn 2.7.0, SoC 69).
     assert fixed.after.taken == fixed.after.nodes

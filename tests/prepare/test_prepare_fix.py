@@ -33,11 +33,7 @@ RELU = """g (float[4] x) => (float[4] y, float[4] w) <float s = {0.1}, uint8 low
     [
         (SUM, "sum-to-add", ["Add", "Sum", "Add", "Add"]),
         (RESIZE, "resize-empty-inputs", ["Resize"]),
-        (
-            RELU,
-            "idle-relu",
-            ["QuantizeLinear", "DequantizeLinear", "Relu", "QuantizeLinear", "DequantizeLinear"],
-        ),
+        (RELU, "idle-relu", ["QuantizeLinear", "DequantizeLinear", "Relu", "QuantizeLinear", "DequantizeLinear"]),
         (FLATTEN, "flatten-to-reshape", ["Reshape", "Reshape", "Flatten"]),
         (RESHAPE, "plain-reshape", ["Reshape", "Reshape"]),
     ],
@@ -75,8 +71,7 @@ def test_a_resize_leaves_its_empty_inputs_out(tmp_path: Path) -> None:
 
 def test_a_relu_that_others_read_stays(tmp_path: Path) -> None:
     text = RELU.replace("float[4] w)", "float[4] w, float[4] a)")
-    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx")
-    assert fixed.fixes == ()
+    assert fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx").fixes == ()
 
 
 def test_a_reshape_to_nothing_keeps_its_attribute(tmp_path: Path) -> None:

@@ -117,8 +117,7 @@ def test_xnnpack_s_products_of_a_transpose_are_kept_from_becoming_a_gemm_with_tr
     for index, node in enumerate(graph.node):
         node.name = f"n{index}"
     assert find_turned(graph) == ("n1", "n2", "n8")
-    session = disable_harmful(load_target("xnnpack"), graph)[0].session
-    assert session.config[DISABLED] == TURNING
+    assert disable_harmful(load_target("xnnpack"), graph)[0].session.config[DISABLED] == TURNING
     assert disable_harmful(load_target("nnapi"), graph) == (load_target("nnapi"), ())
 
 
@@ -184,8 +183,7 @@ def test_a_dynamic_quantized_model_is_float(kind: str, per_channel: bool, unsign
         (tmp_path / "fused.onnx").replace(tmp_path / "q.onnx")
         fused = {node.op_type for node in onnx.load(str(tmp_path / "q.onnx")).graph.node}
         assert fused >= {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
-    dynamic = load_model(tmp_path / "q.onnx")
-    made = dequantize_model(dynamic, tmp_path / "out" / "f.onnx")
+    made = dequantize_model(load_model(tmp_path / "q.onnx"), tmp_path / "out" / "f.onnx")
     assert {node.op_type for node in iterate_nodes(onnx.load(str(made.path)).graph)} <= FLOAT
     shape = tuple(dim for dim in model.inputs[0].shape or () if isinstance(dim, int))
     is_text = model.inputs[0].dtype == "int64"

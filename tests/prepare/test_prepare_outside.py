@@ -126,8 +126,7 @@ def test_a_weight_beside_the_file_is_not_read(tmp_path: Path) -> None:
     model = _with_weights(tmp_path / "m.onnx", normalised=False)
     proto = onnx.load(str(model.path))
     onnx.save(proto, str(model.path), save_as_external_data=True, location="w.bin", size_threshold=1024)
-    external = load_model(model.path)
-    sketch = sketch_model(external, tmp_path / "sketch/m.onnx", {})
+    sketch = sketch_model(load_model(model.path), tmp_path / "sketch/m.onnx", {})
     assert sketch.external_files == ()
     assert sketch.size_bytes < 2000
 
@@ -146,8 +145,7 @@ def _make_trees(path: Path, dtype: str = "float32", *, broken: bool = False) -> 
     values, tensor = np.zeros(len(ids)), dtype == "float64"
     nodes: list[onnx.NodeProto] = []
     for output, weight in (("y", 1.0), ("z", 2.0)):
-        weights = np.full(2 * len(trees), weight)
-        own = {"nodes_values": values, "target_weights": weights}
+        own = {"nodes_values": values, "target_weights": np.full(2 * len(trees), weight)}
         for name, array in own.items():
             lists[f"{name}_as_tensor" if tensor else name] = numpy_helper.from_array(array) if tensor else list(array)
         nodes.append(helper.make_node("TreeEnsembleRegressor", ["x"], [output], output, domain="ai.onnx.ml", **lists))

@@ -377,8 +377,7 @@ def open_exactly(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[onnx.Grap
         return CpuSession(model, msgspec.structs.replace(settings, level=Level.DISABLED), **kept)
 
     monkeypatch.setattr(sessions, "CpuSession", open_session)
-    session = open_quantized(path)
-    return onnx.load_from_string(opened[-1]).graph, session
+    return onnx.load_from_string(opened[-1]).graph, open_quantized(path)
 
 
 def run(session: CpuSession) -> Array:

@@ -119,8 +119,7 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
 
     # In one direction it is half of 5 %.
     assert 0.01 < np.mean([race(0.0) > 0 for _ in range(600)]) < 0.04
-    ends = [race(2.0) for _ in range(100)]
-    assert 0 < np.mean(ends) < 24
+    assert 0 < np.mean([race(2.0) for _ in range(100)]) < 24
 
 
 def test_vectors_move_by_their_choice_of_neighbours(tmp_path: Path) -> None:

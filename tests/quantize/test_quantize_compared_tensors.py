@@ -90,14 +90,8 @@ LEVELS = "=> (float[1,6,70] y) { e = Concat<axis=1>(a, b) f = Concat<axis=1>(c, 
         ),
         (f"{TWO} => (float[1,300] y) {{ c = Concat<axis=1>(a, b) y = Flatten(c) }}", [None]),
         (f"{TWO} => (float[1,6,50] y) {{ c = Concat<axis=1>(a, b) y = Neg(c) }}", [None]),
-        (
-            f"(float[1,4,50] a, float[1,2,50] b, float[1,4,20] c, float[1,2,20] d) {LEVELS}",
-            [(1, 0, 4), (1, 4, 6)],
-        ),
-        (
-            f"(float[1,4,50] a, float[1,2,50] b, float[1,3,20] c, float[1,3,20] d) {LEVELS}",
-            [(2, 0, 50), (2, 50, 70)],
-        ),
+        (f"(float[1,4,50] a, float[1,2,50] b, float[1,4,20] c, float[1,2,20] d) {LEVELS}", [(1, 0, 4), (1, 4, 6)]),
+        (f"(float[1,4,50] a, float[1,2,50] b, float[1,3,20] c, float[1,3,20] d) {LEVELS}", [(2, 0, 50), (2, 50, 70)]),
         ("(float[1,8] a) => (float[1,64] y) { y = Concat<axis=1>(a, a, a, a, a, a, a, a) }", 8),
         ("(float[1,8] a) => (float[1,72] y) { y = Concat<axis=1>(a, a, a, a, a, a, a, a, a) }", [None]),
     ],
@@ -270,8 +264,7 @@ def rejected(tmp_path: Path) -> tuple[Model, Calibration]:
     head = "g (float[1,5,16,16] x) => (float[1,5,16,16] y)"
     eye = np.eye(5, dtype=np.float32).reshape(5, 5, 1, 1)
     model = make_model(head + " { l = Conv(x, w) y = Identity(l) }", tmp_path / "m.onnx", constants={"w": eye})
-    rng = np.random.default_rng(5)
-    rows = rng.normal(0, 1, (32, 1, 5, 16, 16)).astype(np.float32)
+    rows = np.random.default_rng(5).normal(0, 1, (32, 1, 5, 16, 16)).astype(np.float32)
     rows[:, 0, 2:] -= 4
     rows[::2, 0, 4, 0, 0] = -120
     outputs = {"y": StatedOutput(kind="map", axis=1)}
@@ -350,8 +343,7 @@ def test_interpolated_maps_are_not_rounded_again(tail: str, mode: str, kind: str
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     if kind:
         calibration = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
-    last = read_float_graph(model)
-    assert bool(find_enlarged(last, calibration)) == found
+    assert bool(find_enlarged(read_float_graph(model), calibration)) == found
     qnn, nnapi = (plan_quantization(model, calibration, load_target(name), "int8") for name in ("qnn", "nnapi"))
     assert bool(qnn.wide) == found
     assert "l" not in qnn.wide

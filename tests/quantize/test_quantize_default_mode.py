@@ -34,13 +34,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     search_plan,
     write_chosen,
 )
-from edgekit.quantize.mixed_precision.relief import (
-    LEAST_GAIN_DB,
-    bound_relief,
-    relieve_plan,
-    relieve_step,
-    rise_db,
-)
+from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, relieve_plan, relieve_step, rise_db
 from edgekit.quantize.mixed_precision.trials import State, open_state
 from edgekit.target import load_target
 
@@ -101,10 +95,7 @@ def run_all(
 
 @pytest.mark.parametrize(
     ("drop", "sqnr_db", "is_enough"),
-    [
-        *((0.0049, 15.0, True), (0.0051, 15.0, False), (0.006, 21.0, False)),
-        *((None, 35.0, True), (None, 25.0, False)),
-    ],
+    [*((0.0049, 15.0, True), (0.0051, 15.0, False), (0.006, 21.0, False)), *((None, 35.0, True), (None, 25.0, False))],
 )
 def test_tensors_leave_8_bits_by_their_loss(begin: Begin, drop: float | None, sqnr_db: float, is_enough: bool) -> None:
 
@@ -112,8 +103,7 @@ def test_tensors_leave_8_bits_by_their_loss(begin: Begin, drop: float | None, sq
         is_first = quantized.path.stem == "all"
         return told(drop if is_first else drop and 0.0001, sqnr_db if is_first else 40.0)(quantized)
 
-    search = begin(measure)
-    plan, searched = run_search(search)
+    plan, searched = run_search(begin(measure))
     assert plan.judged[0].sqnr_db < 20
     assert (searched.chosen.step, searched.met) == ("all" if is_enough else "relieve 1", True)
     assert bool(plan.wide) != is_enough
@@ -133,8 +123,7 @@ def test_a_plan_that_changes_many_decisions_misses_the_goal(begin: Begin, kept: 
     def keep(tried: str) -> float:
         return kept if tried == "all" else 0.97
 
-    search = begin(told(0.0006, 15.0, same=keep))
-    _, searched = run_search(search, goal)
+    _, searched = run_search(begin(told(0.0006, 15.0, same=keep)), goal)
     assert searched.chosen.step == step
 
 
@@ -143,8 +132,7 @@ def test_fewer_decisions_may_change_where_tensors_get_16_bits(begin: Begin, targ
     def keep(tried: str) -> float:
         return 0.97 if tried.startswith("relieve") else 0.92
 
-    search = begin(told(0.0006, 15.0, same=keep), target=target)
-    assert run_all(search)[1].chosen.step == step
+    assert run_all(begin(told(0.0006, 15.0, same=keep), target=target))[1].chosen.step == step
 
 
 @pytest.mark.parametrize(("samples", "changed", "may_meet"), [(13, 2, True), (13, 8, False), (256, 39, False)])
@@ -159,8 +147,7 @@ def test_a_few_samples_rule_no_plan_out(samples: int, changed: int, may_meet: bo
 @pytest.mark.parametrize(("first", "step"), [(0.0066, "all"), (0.0071, "relieve 1"), (0.009, "relieve 1")])
 def test_tensors_of_a_collapsed_model_leave_8_bits_if_that_pays(begin: Begin, first: float, step: str) -> None:
     drops = [first, 0.0049]
-    search = begin(told(lambda _: drops.pop(0), 15.0))
-    _, searched = run_search(search)
+    _, searched = run_search(begin(told(lambda _: drops.pop(0), 15.0)))
     assert searched.chosen.step == step
     assert not drops
 
@@ -260,8 +247,7 @@ def test_a_plan_with_too_little_in_integers_is_not_written(deep: tuple[Model, Ca
 @pytest.mark.parametrize(("enough_db", "steps"), [(99.0, [3, 20, 35]), (30.0, [3])])
 def test_a_step_that_gains_nothing_is_left(deep: tuple[Model, Calibration], enough_db: float, steps: list[int]) -> None:
     """Without the worst tensor or the worst 8, by their share of the noise, at most 28.9 and 30.7 dB are reached."""
-    plan = plan_quantization(*deep, load_target("qnn"), "int8", method="minmax")
-    draft = open_draft(*deep, plan)
+    draft = open_draft(*deep, plan_quantization(*deep, load_target("qnn"), "int8", method="minmax"))
     lead = judge_plan(draft)
     best, tried = relieve_plan(draft, lead, enough_db, Memo(), widens=True)
     assert [lead.sqnr_db, tried[0].sqnr_db] == pytest.approx([28.3, 30.8], abs=0.1)
@@ -275,8 +261,7 @@ def test_a_step_goes_on_from_a_plan_of_its_factors(deep: tuple[Model, Calibratio
     # Its ranges are of tensors that the first plan does not have.
     rival = msgspec.structs.replace(first.plan, factors={"x": (1.0, 2.0)}, ranges={})
     trials = (first, msgspec.structs.replace(first, plan=rival))
-    plan = present(plan_step(search, trials, 20))
-    assert plan == plan_step(search, trials[:1], 20)
+    assert present(plan_step(search, trials, 20)) == plan_step(search, trials[:1], 20)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +280,7 @@ def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisecti
     deep: tuple[Model, Calibration], tmp_path: Path, drops: dict[int, float], chosen: str
 ) -> None:
     steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
-    search = begin_search(deep, told(steps.get), tmp_path)
-    _, searched = run_search(search)
+    _, searched = run_search(begin_search(deep, told(steps.get), tmp_path))
     assert [trial.step for trial in searched.trials] == [*steps]
     assert searched.chosen.step == chosen
 
@@ -339,8 +323,7 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(begin: Begin)
     search = begin(told(0.002, 15.0))
     (plan, searched), work = run_search(search), search.work
     anew = quantize_model(search.model, plan, search.calibration, work / "out.onnx")
-    written = write_chosen(search, plan, searched, work / "out.onnx")
-    assert written == anew
+    assert write_chosen(search, plan, searched, work / "out.onnx") == anew
     tried = search.tried[searched.chosen.step][1].model.path
     assert (work / "out.onnx").read_bytes() == tried.read_bytes()
     marked = onnx.load(str(tried))
@@ -372,8 +355,7 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(begin: Begin)
 def test_minmax_wins_where_it_loses_less(begin: Begin, drops: dict[str, float], moved: float, chosen: str) -> None:
     steps = list[str]()
     measure = told(lambda step: drops.get(step, 0.05), steps=steps)
-    search = begin(measure, compare=lambda _chosen, _minmax: moved)
-    plan, searched = run_all(search, narrow=True)
+    plan, searched = run_all(begin(measure, compare=lambda _chosen, _minmax: moved), narrow=True)
     assert (searched.chosen.step, searched.met) == (chosen, True)
     assert drops.keys() <= set(steps)
     assert ("minmax" in steps) == ("minmax" in drops)
@@ -381,8 +363,7 @@ def test_minmax_wins_where_it_loses_less(begin: Begin, drops: dict[str, float], 
 
 
 def test_a_plan_that_loses_much_says_what_16_bits_would_lose(begin: Begin) -> None:
-    measure = told(lambda step: 0.001 if step == "int16" else 0.1, 12.0)
-    search = begin(measure, may_widen=True)
+    search = begin(told(lambda step: 0.001 if step == "int16" else 0.1, 12.0), may_widen=True)
     plan, searched = run_all(search)
     assert plan.precision == "int8"
     told_of = r"--precision int16: 0.10 points are lost, \d\.\d\d times the bytes, 100% of the work in integers"
@@ -408,8 +389,7 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(begin: Begin) -> No
     ],
 )
 def test_advice_is_given_from_two_points_on(begin: Begin, drop: float, target: str, advice: str) -> None:
-    search = begin(told(drop), target=target, may_widen=True)
-    _, searched = run_all(search)
+    _, searched = run_all(begin(told(drop), target=target, may_widen=True))
     assert searched.advice.startswith(advice)
     assert bool(searched.advice) == bool(advice)
 
@@ -438,8 +418,7 @@ def test_what_a_few_samples_say_of_the_advice_is_told_with_their_number(begin: B
 def test_a_tried_plan_is_not_tried_again_for_advice(deep: tuple[Model, Calibration], tmp_path: Path) -> None:
     steps = list[str]()
     measure = told(lambda step: 0.5 if step == "all" else 0.2, steps=steps)
-    search = begin_search(deep, measure, tmp_path, "nnapi")
-    _, searched = run_all(search, 0.005)
+    _, searched = run_all(begin_search(deep, measure, tmp_path, "nnapi"), 0.005)
     assert not searched.met
     assert steps.count("relieve 20") == [trial.step for trial in searched.trials].count("relieve 20") == 1
     assert searched.advice.startswith("no plan that was tried loses less: more samples")

@@ -57,8 +57,7 @@ def code_objects(boxes: Array, chances: Array) -> Tensors:
 
 
 def code_ssd(boxes: Array, chances: Array) -> Tensors:
-    left = np.maximum(1 - chances.sum(axis=1, keepdims=True), 0.01)
-    scores = np.concatenate([left, chances], 1)
+    scores = np.concatenate([np.maximum(1 - chances.sum(axis=1, keepdims=True), 0.01), chances], 1)
     return {"s": (scores / scores.sum(axis=1, keepdims=True))[None], "b": as_corners(boxes)[None] / SIDE}
 
 

@@ -90,8 +90,7 @@ def test_a_family_that_collapses_comes_back(family: Family, tmp_path: Path) -> N
 
 
 def test_a_concat_that_stays_float_joins_no_ranges(tmp_path: Path) -> None:
-    model = make_collapsing(DETECTOR, tmp_path)
-    graph = read_float_graph(model)
+    graph = read_float_graph(make_collapsing(DETECTOR, tmp_path))
     (node,) = (node for node in graph.nodes if node.op_type == "Concat")
     spans = {"large": TensorRange(low=-300, high=300), "scores": TensorRange(low=0, high=1)}
     assert share_ranges(graph, spans, ("Concat",))["scores"].high == 300

@@ -52,8 +52,7 @@ def cost(matrix: Array, scale: Array, energy: Array) -> Array:
 
 
 def test_a_searched_scale_cuts_off_what_costs_little() -> None:
-    rng = np.random.default_rng(1)
-    matrix = rng.normal(size=(1, 6, 200)).astype(np.float32)
+    matrix = np.random.default_rng(1).normal(size=(1, 6, 200)).astype(np.float32)
     matrix[..., 0] = 12.0
     matrix[:, 3] /= 100  # each channel has its own scale
     energy = np.ones((1, 200))
@@ -193,8 +192,7 @@ def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
     best = max(tried, key=lambda candidate: candidate.sqnr_db)
     assert 0 < best.eight_bit_share < 0.2
     assert best.sqnr_db >= COLLAPSED_DB > ratio + 3
-    made = quantize_model(net, found, calibration, tmp_path / "q.onnx")
-    assert made.quantized_nodes
+    assert quantize_model(net, found, calibration, tmp_path / "q.onnx").quantized_nodes
     assert keep_eight(draft, msgspec.structs.replace(lead, sqnr_db=COLLAPSED_DB), Budget()) == (draft.plan, ())
     spent = Budget(end=0.0)
     assert keep_eight(draft, lead, spent) == (draft.plan, ())
@@ -219,8 +217,7 @@ def test_descent_errs_less_at_the_output_than_gptq(groups: int, outputs: int, si
     matrix = rng.normal(size=(groups, outputs, size)).astype(np.float32)
     mix = rng.normal(size=(groups, size, 2 * size)) * np.geomspace(1, 0.05, 2 * size)
     moment = mix @ np.swapaxes(mix, 1, 2)
-    energy = np.diagonal(moment, axis1=1, axis2=2)
-    scale = search_scale(matrix, energy=energy)
+    scale = search_scale(matrix, energy=np.diagonal(moment, axis1=1, axis2=2))
 
     def output_error(rounded: Rounded) -> float:
         error = matrix - rounded.values

@@ -256,8 +256,7 @@ def test_weights_are_rounded_with_the_moments_of_their_inputs(
     blocks = add_spread(blocks, np.full((2, 2), 6.0), 50)
     pieces, noise = MATRIX.reshape(1, 2, 2, 2).transpose(0, 2, 1, 3)[0], 0.05**2 / 12 if rounding == "refit" else 0.0
     fitted = refit_weights(pieces, blocks, noise) if rounding == "refit" else pieces
-    whole = fitted.transpose(1, 0, 2).reshape(1, 2, 4)
-    scale = weight_scale(whole, per_channel=True)
+    scale = weight_scale(fitted.transpose(1, 0, 2).reshape(1, 2, 4), per_channel=True)
     integers = round_gptq(fitted, blocks, np.repeat(scale, 2, axis=0), noise).integers
     wanted = Rounded(integers=integers.transpose(1, 0, 2).reshape(1, 2, 4), scale=scale)
     found = correct(tmp_path, rounding, bias=bias)

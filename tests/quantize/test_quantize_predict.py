@@ -433,8 +433,7 @@ def test_a_change_of_class_costs_by_how_sure_the_float_model_was() -> None:
 def test_the_overlap_of_a_map_is_weighed_by_chances() -> None:
     reading, measure = Reading(kind="map", axis=1), MEASURES["map"]
     chances = np.array([[[0.9, 0.8, 0.3], [0.1, 0.2, 0.7]]])
-    worse = np.array([[[0.9, 0.2, 0.3], [0.1, 0.8, 0.7]]])
-    record = measure.record(chances, worse, reading)
+    record = measure.record(chances, np.array([[[0.9, 0.2, 0.3], [0.1, 0.8, 0.7]]]), reading)
     sums = [[1.7, 0.7], [2.3, 1.3], [0.9, 0.9], [2.1, 2.1], [2, 1], [1, 1], [0.16, 0.16], [0.2**0.5, 0]]
     assert record.tolist() == pytest.approx(np.array(sums))
     lost = ((1.7 / 2.3 - 0.9 / 2.1) + (0.7 / 1.3 - 0.9 / 2.1)) / 2
@@ -547,8 +546,7 @@ def test_values_lose_what_their_spread_loses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("small", "lost"),
-    [(0.011, 0.02 * 0.011 / 1.011), (0.009, 0.02), (0.000101, 0.02), (0.00009, 0.0)],
+    ("small", "lost"), [(0.011, 0.02 * 0.011 / 1.011), (0.009, 0.02), (0.000101, 0.02), (0.00009, 0.0)]
 )
 def test_channels_a_hundred_times_smaller_are_a_group_of_their_own(small: float, lost: float) -> None:
     # One record with 2 places: both channels have mean 0, the first a deviation of 1 and no error.
@@ -605,8 +603,7 @@ def read_kind(
 
 
 def test_the_interval_of_losses_holds_half_a_change_more_than_was_seen() -> None:
-    judge = MEASURES["classes"].judge
-    found = judge([np.array([0.5, 1.0, 0.0])] * 3 + [np.zeros(3)] * 97)
+    found = MEASURES["classes"].judge([np.array([0.5, 1.0, 0.0])] * 3 + [np.zeros(3)] * 97)
     # Half a change more of 101, which costs a half as well; by the beta distribution of Jeffreys' posterior.
     rate = 3.5 / 101
     doubt = 0.2 - 0.1 * rate**0.5

@@ -66,8 +66,7 @@ def test_the_provider_takes_every_unit_that_it_can(made: tuple[str, Model]) -> N
 @pytest.mark.slow
 def test_the_real_provider_takes_them_as_predicted(made: tuple[str, Model]) -> None:
     case, model = made
-    target = load_target(*CASES[case][:2])
-    seen = observe_target(model, target)
+    seen = observe_target(model, load_target(*CASES[case][:2]))
     if isinstance(seen, str):
         pytest.skip(seen)
     differ = [found for found in seen.disagreements if found.op != "DequantizeLinear"]  # one that the CPU fuses is gone
@@ -115,8 +114,7 @@ def test_a_concat_shares_one_scale_where_the_provider_demands_it(made: tuple[str
     units = Units(model)
     concat = units.find("Concat")
     found = (*(units.read(concat, at) for at in (0, 1)), units.write(concat))
-    sides = {(float(scale), int(zero)) for scale, zero in found}
-    assert (len(sides) == 1) is (case == "nnapi-28")
+    assert (len({(float(scale), int(zero)) for scale, zero in found}) == 1) is (case == "nnapi-28")
 
 
 def test_a_softmax_has_a_scale_of_1_over_256(made: tuple[str, Model]) -> None:
@@ -127,8 +125,7 @@ def test_a_softmax_has_a_scale_of_1_over_256(made: tuple[str, Model]) -> None:
         assert softmax.output[0] == "y"
         return
     scale, zero = units.write(softmax)
-    lowest = np.iinfo(zero.dtype).min
-    assert int(zero) == lowest
+    assert int(zero) == np.iinfo(zero.dtype).min
     assert float(scale) == pytest.approx(1 / 256, rel=0.01)
     assert (float(scale) == 1 / 256) is (case != "qnn")
 

@@ -215,8 +215,7 @@ def test_order_does_not_matter_and_nothing_is_lost(one: np.ndarray, two: np.ndar
 def test_each_value_lies_within_a_bin_of_a_center(values: np.ndarray) -> None:
     collector = HistogramCollector()
     collector.add(values[None])
-    centers = collector.freeze().centers
-    nearest = np.abs(values[:, None] - centers[None]).min(axis=1)
+    nearest = np.abs(values[:, None] - collector.freeze().centers[None]).min(axis=1)
     assert (nearest <= max(float(np.abs(values).max()) / 1024, 2.0**-126)).all()
 
 

@@ -237,8 +237,7 @@ def test_raw_scores_of_boxes_keep_what_a_sigmoid_tells_apart(target: str, tmp_pa
         near = wanted > FLOOR
         assert (np.abs(wanted[near] - found[near]) < 0.2).all()
         assert (found[~near] < FLOOR + 0.2).all()
-    prediction = FloatReference(model, samples).predict_drop(quantized)
-    assert present(prediction.drop_estimate) < 0.02
+    assert present(FloatReference(model, samples).predict_drop(quantized).drop_estimate) < 0.02
 
 
 def test_numbers_that_are_predicted_are_no_raw_scores() -> None:

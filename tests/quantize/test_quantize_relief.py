@@ -31,13 +31,7 @@ from edgekit.quantize.mixed_precision.score import (
     switch_activations,
     switch_weights,
 )
-from edgekit.quantize.mixed_precision.sensitivity import (
-    Bound,
-    Noises,
-    rank_activations,
-    rank_plan,
-    search_spans,
-)
+from edgekit.quantize.mixed_precision.sensitivity import Bound, Noises, rank_activations, rank_plan, search_spans
 from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.quantize.qdq import build_qdq

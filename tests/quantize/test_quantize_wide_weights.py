@@ -52,8 +52,7 @@ def make_unequal(folder: Path, ratio: float) -> tuple[Model, list[dict[str, Arra
     rng, sizes = np.random.default_rng(3), np.where(np.arange(16) % 2, 1.0, ratio)
     first = (rng.normal(size=(16, 16)) / (4 * sizes[:, None])).astype(np.float32)
     model = make_model(UNEQUAL, folder / "m.onnx", {"w2": (16, 64), "w3": (64, 16)}, {"w1": first})
-    drawn = (rng.normal(size=(48, 1, 16)) * sizes).astype(np.float32)
-    return model, [{"x": row} for row in drawn]
+    return model, [{"x": row} for row in (rng.normal(size=(48, 1, 16)) * sizes).astype(np.float32)]
 
 
 @pytest.mark.parametrize(
@@ -245,8 +244,7 @@ def test_a_channel_of_tiny_weights_keeps_a_scale_that_the_htp_multiplies_rightly
     assert len(layers) == 2
     for node in layers:
         (step, _), (scale, _), (after, _) = units.read(node, 0), units.read(node, 1), units.write(node)
-        least = (step * scale / after).min()
-        assert 2**-24 <= least < 2**-23
+        assert 2**-24 <= (step * scale / after).min() < 2**-23
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,7 @@ def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: Browser
     assert _column(browser, "device") == ["a", "b", "phone"]
     head.send_keys(Keys.ENTER)
     assert _column(browser, "device") == ["phone", "b", "a"]
-    numbers = browser.find("table.filtered thead th")[3]
-    numbers.click()
+    browser.find("table.filtered thead th")[3].click()
     assert _column(browser, "samples")[-1] == "12"
     browser.find_one("#failing").click()
     assert sorted(_column(browser, "device")) == ["a", "phone"]
@@ -150,10 +149,8 @@ def test_the_worst_samples_of_an_image_model_are_shown_as_images(browser: Browse
     image = np.random.default_rng(0).normal(size=(1, 3, 40, 60)).astype(np.float32)
     uri = draw_image(image)
     assert uri is not None
-    page = render_verify(_full(), [Picture(sample=3, caption="sample 3", uri=uri)])
-    browser.open(page)
-    shown = browser.find_one("figure img")
-    assert browser.run("return arguments[0].naturalWidth", shown) == 60
+    browser.open(render_verify(_full(), [Picture(sample=3, caption="sample 3", uri=uri)]))
+    assert browser.run("return arguments[0].naturalWidth", browser.find_one("figure img")) == 60
     assert draw_image(np.moveaxis(image, 1, 3)) == uri
     for other in (image[0], image[:, :2], np.full_like(image, np.nan), np.zeros((1, 3, 2, 2), np.float32)):
         assert draw_image(other) is None
@@ -232,8 +229,7 @@ def test_nothing_is_cut_off(kind: str, pages: dict[str, str], browser: Browser) 
 
 def test_a_bar_of_a_forecast_names_its_device(pages: dict[str, str], browser: Browser) -> None:
     browser.open(pages["forecast"])
-    bar = browser.find(".chart svg :has(> title)")[0]
-    browser.point_at(bar)
+    browser.point_at(browser.find(".chart svg :has(> title)")[0])
     assert browser.find_one(".chart .note").text.endswith(" ms")
 
 
@@ -252,8 +248,7 @@ def test_the_placement_strip_shows_partitions_and_cpu_in_order(pages: dict[str, 
 def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: Browser) -> None:
     notes = ("with tensors given out more nodes ran on the CPU: 4 Transpose",)
     located = Located(layer="conv3", runs=2, cuts=0, found_by="tensors", layers=LAYERS, notes=notes)
-    run = replace(BAD, located=located)
-    browser.open(render_verify(_report(run)))
+    browser.open(render_verify(_report(replace(BAD, located=located))))
     assert [dot.get_attribute("r") for dot in browser.find(".chart circle.bad")] == ["6"]
     shown = browser.find_one("body").text
     assert "Layer by layer on arm64" in shown
@@ -262,8 +257,7 @@ def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: Browser) -> No
 
 def test_the_sample_numbers_are_those_of_the_samples_that_ran() -> None:
     """Of 16 samples, spread over 32: a run that ended after 3 of them had the first, the middle and one between."""
-    stopped = replace(GOOD, samples=3, planned_samples=16)
-    assert stopped.find_places(32) == (0, 16, 8)
+    assert replace(GOOD, samples=3, planned_samples=16).find_places(32) == (0, 16, 8)
     assert replace(GOOD, samples=4).find_places(16) == (0, 8, 4, 12)
 
 
@@ -278,11 +272,9 @@ def test_the_answers_of_the_worst_sample_and_what_became_what() -> None:
     (output,) = compare_outputs(one, other)
     assert describe_answers(output) == ": float class 0 (0.8), here class 2 (0.7)"
     assert [(change.wanted, change.got, change.samples) for change in output.changes] == [(0, 2, 2)]
-    run = replace(GOOD, outputs=(output,))
-    page = render_verify(_report(run))
+    page = render_verify(_report(replace(GOOD, outputs=(output,))))
     assert "class 0 became 2 in 2" in page
-    plain = replace(output, top1_agreement=None)
-    assert describe_answers(plain) == ": float 0.8, here 0.7"
+    assert describe_answers(replace(output, top1_agreement=None)) == ": float 0.8, here 0.7"
 
 
 def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
@@ -354,14 +346,12 @@ def test_the_tooltip_of_a_node_has_its_reasons(browser: Browser) -> None:
 
 
 def test_taken_left_and_fatal_have_colours_of_their_own(browser: Browser) -> None:
-    page = _page_of(_node(0), _node(1, taken=False), _node(2, taken=False, fatal=True))
-    browser.open(page)
+    browser.open(_page_of(_node(0), _node(1, taken=False), _node(2, taken=False, fatal=True)))
     for scheme in ("light", "dark"):
         browser.set_scheme(scheme)
         colours = [chip.value_of_css_property("background-color") for chip in browser.find(".chip")]
         assert len(set(colours)) == 3
-        ink = browser.find(".chip")[0].value_of_css_property("color")
-        assert ink != colours[0]
+        assert browser.find(".chip")[0].value_of_css_property("color") != colours[0]
 
 
 def test_a_thousand_nodes_open_quickly(browser: Browser) -> None:

@@ -109,8 +109,7 @@ def test_each_output_of_each_device_is_a_case() -> None:
         ("m-t.coreml", "run"),
         ("m-t", "the bundle as a whole"),
     ]
-    skipped = present(suite.find("testcase/skipped"))
-    assert skipped.get("message") == "no Mac; to run it: buy one"
+    assert present(suite.find("testcase/skipped")).get("message") == "no Mac; to run it: buy one"
 
 
 def test_each_other_gate_of_a_run_is_a_test_case() -> None:
@@ -221,13 +220,7 @@ def test_hostile_names_do_not_change_the_structure_of_the_xml() -> None:
         (f"{CLEANED}.{CLEANED}", "run"),
         (CLEANED, "the bundle as a whole"),
     ]
-    assert {element.tag for element in suite.iter()} == {
-        "testsuite",
-        "testcase",
-        "failure",
-        "system-out",
-        "skipped",
-    }
+    assert {element.tag for element in suite.iter()} == {"testsuite", "testcase", "failure", "system-out", "skipped"}
     assert (suite.findtext("testcase/failure") or "").startswith(f"output '{CLEANED}' has cosine 0.1")
 
 

@@ -104,8 +104,7 @@ def test_finished_rounds_are_saved_and_not_measured_again(tmp_path: Path) -> Non
     assert (counts[0], again.measurements) == (5, 5)
     with pytest.raises(UsageError, match="another goal"):
         Journal(measure, 60.0, file, {"goal": "load"})
-    stored = json.loads(file.read_bytes())
-    file.write_text(json.dumps({**stored, "rounds": 3}))
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "rounds": 3}))
     with pytest.raises(UsageError, match="no state of a search"):
         Journal(measure, 60.0, file, {"goal": "latency"})
 

@@ -16,13 +16,7 @@ from edgekit._ort import Level
 from edgekit.bench.bench import Effort
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest import (
-    MachineClass,
-    SessionSetting,
-    TunedSession,
-    class_of_this_machine,
-    encode_json,
-)
+from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, class_of_this_machine, encode_json
 from edgekit.bundle.multi import join_bundles, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.devices.bundled import find_tuned, set_job
@@ -76,8 +70,7 @@ def tuned(setting: SessionSetting, **machine: object) -> TunedSession:
 
 
 def test_runners_apply_the_session_options_of_a_setting(device: Device, tmp_path: Path) -> None:
-    model = branches(tmp_path / "m.onnx")
-    plain = open_subject(model, tmp_path / "w", Opening()).job_for(device)
+    plain = open_subject(branches(tmp_path / "m.onnx"), tmp_path / "w", Opening()).job_for(device)
     told = set_job(plain, EVERYTHING)
     (one,) = run_in(device, plain, tmp_path / "a").outputs
     run = run_in(device, msgspec.structs.replace(told, trace=True), tmp_path / "b")
@@ -146,8 +139,7 @@ def test_one_device_at_a_time(tmp_path: Path, refused: Refused) -> None:
 def test_a_setting_in_a_bundle_holds_on_its_machines_only(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path, target="xnnpack")
     before = bundle.manifest
-    done = apply_setting(bundle.folder, tuned(EVERYTHING))
-    assert done == f"'{bundle.folder / 'manifest.json'}'"
+    assert apply_setting(bundle.folder, tuned(EVERYTHING)) == f"'{bundle.folder / 'manifest.json'}'"
     after = open_bundle(bundle.folder).manifest
     assert msgspec.structs.replace(after, tuned=msgspec.UNSET) == before
     host, arm = find_device("host", load_target("cpu")), find_device("arm64", load_target("cpu"))
@@ -230,8 +222,7 @@ def test_the_page_draws_the_front() -> None:
         chosen=Entrant(name="fast"),
         tried=(tried("defaults", 2, 3 << 20, 45, pareto=False), tried("fast", 1, 2 << 20, 120, pareto=True)),
     )
-    chart = present(draw_front(report))
-    slow, fast = chart.marks
+    slow, fast = present(draw_front(report)).marks
     assert fast.x < slow.x
     assert fast.y > slow.y
     assert (fast.kind, slow.kind) == ("front chosen", "lossy")

@@ -341,8 +341,7 @@ def test_a_broken_list_fails(bundle: Bundle, broken: Callable[[Array], None]) ->
 
 def test_a_bundle_that_calls_other_columns_a_list_fails_and_is_judged_row_by_row(bundle: Bundle) -> None:
     listed = ListColumns(boxes=column(0), score=column(5), kind=None, code="corners")
-    stated = restate(bundle, listed=listed)
-    (run,) = verify_bundle(stated, [InProcess()]).runs
+    (run,) = verify_bundle(restate(bundle, listed=listed), [InProcess()]).runs
     assert any("the manifest says that y list detections" in line for line in run.failures)
     assert any("has share of the variance" in line for line in run.failures)
 

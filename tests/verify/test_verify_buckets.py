@@ -157,8 +157,7 @@ def test_an_output_whose_shape_is_not_inferred_is_cut_too(tmp_path: Path) -> Non
 
 
 def test_a_joined_bundle_keeps_its_sizes(sized: Bundle, tmp_path: Path) -> None:
-    joined = join_bundles([sized], tmp_path / "joined")
-    again = extract_variant(joined, "cpu", tmp_path / "again")
+    again = extract_variant(join_bundles([sized], tmp_path / "joined"), "cpu", tmp_path / "again")
     assert again.manifest == sized.manifest
     assert (again.folder / UNPADDED).read_bytes() == (sized.folder / UNPADDED).read_bytes()
 
@@ -345,8 +344,7 @@ def test_small_middle_and_large_samples_are_judged_apart(sizeless: Bundle) -> No
 
 def test_samples_of_ones_own_have_their_own_sizes(sizeless: Bundle, made: Path, tmp_path: Path) -> None:
     data = Data(source=write_samples(tmp_path / "own", (20, 1, 30, 17, 2, 3, 25, 4)))
-    report = verify_with(sizeless, made / "net.onnx", data, DeviceChoice(names=("host",)))
-    (run,) = report.runs
+    (run,) = verify_with(sizeless, made / "net.onnx", data, DeviceChoice(names=("host",))).runs
     assert run.passed, (run.failures, run.unproven)
     assert [size.size for size in present(run.sizes).sizes] == [4, 30]
 

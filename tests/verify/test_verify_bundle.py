@@ -116,8 +116,7 @@ def test_what_no_device_ran_is_not_proven(bundle: Bundle) -> None:
 
 def test_a_device_gets_the_planned_samples_and_form(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
-    plan = Verification(device="emulated", form="onnx", samples=3)
-    fewer = restate(bundle, verification=(plan,))
+    fewer = restate(bundle, verification=(Verification(device="emulated", form="onnx", samples=3),))
     assert verify_bundle(fewer, [InProcess()]).runs[0].samples == 3
     assert verify_bundle(fewer, [InProcess(name="ssh:me@board")]).runs[0].samples == 6
     bundle = make_bundle(tmp_path)
@@ -174,8 +173,7 @@ def test_devices_run_on_a_copy_whose_digests_were_checked(bundle: Bundle) -> Non
             places.append(job.model)
             return InProcess.run_job(self, job, work)
 
-    report = verify_bundle(bundle, [Altering()])
-    assert report.passed
+    assert verify_bundle(bundle, [Altering()]).passed
     assert not places[0].is_relative_to(bundle.folder)
     assert not places[0].exists()
 
@@ -313,8 +311,7 @@ def verify_again(bundle: Bundle) -> VerifyReport:
 
 
 def test_a_layer_that_stands_out_is_told_also_after_join_and_fails_no_bundle(tmp_path: Path) -> None:
-    bundle = make_suspect(tmp_path)
-    report = verify_again(bundle)
+    report = verify_again(make_suspect(tmp_path))
     assert report.passed
     assert report.first_bad_layer == "mul"
     clean = tmp_path / "clean"

@@ -269,8 +269,7 @@ def test_the_loss_of_a_noisy_device_is_attributed_to_the_device(steps: dict[Step
 
 def test_a_broken_layer_is_named_in_a_report_that_fails(steps: dict[Step, Model], tmp_path: Path) -> None:
     broken = break_layer(steps["quantize"], tmp_path / "model.onnx", "conv3", lambda weight: -weight)
-    bundle = bundle_of(steps, broken, tmp_path)
-    report = verify_bundle(bundle, [InProcess()])
+    report = verify_bundle(bundle_of(steps, broken, tmp_path), [InProcess()])
     assert not report.passed
     assert report.first_bad_layer == "conv3"
     assert any(line.startswith("layer 'conv3' (Conv) is the first whose") for line in list_verify_remarks(report))

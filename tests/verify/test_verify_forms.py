@@ -326,8 +326,7 @@ def test_a_signed_group_says_what_was_verified_and_shows_every_change(passed: Pa
     public, other = make_key(tmp_path / "release.pem"), make_key(tmp_path / "other.pem")
     signed, doubts = sign_verified(passed, tmp_path / "release.pem")
     assert (doubts, signed.attested.result) == ((), "PASSED")
-    group = open_group(passed, key=public)
-    assert group.attested == signed.attested
+    assert open_group(passed, key=public).attested == signed.attested
     whole = [run for run in signed.attested.edgekit_runs if run.bundle == "speech-cpu"]
     assert whole[0].metric == {"exact-match": 1.0}
     assert {"speech-cpu", "speech-cpu/encoder", "speech-cpu/decoder"} <= set(signed.attested.passed_tests)

@@ -66,8 +66,7 @@ def test_agreement_two_points_too_low_seldom_passes_on_the_bound(least: float, t
 
 
 def test_the_bound_stops_luck_and_passes_a_good_model_with_enough_samples() -> None:
-    plain = replace(BOUND, gate="estimate", granted_samples=1)
-    assert chance(100, 0.88, plain) > 0.2
+    assert chance(100, 0.88, replace(BOUND, gate="estimate", granted_samples=1)) > 0.2
     assert chance(100, 0.88, BOUND) < 0.01
     assert chance(100, 0.98, BOUND) > 0.9
     assert chance(900, 0.93, BOUND) > 0.85

@@ -37,8 +37,7 @@ from edgekit.verify.task_scores import TaskReport
 @pytest.fixture(scope="module")
 def bundle(tiny: Bundle) -> Bundle:
     # Noise that a self-test of float32 would not grant is what these tests compare.
-    golden = replace(tiny.manifest.golden, tolerance={"y": 10.0})
-    return restate(tiny, golden=golden)
+    return restate(tiny, golden=replace(tiny.manifest.golden, tolerance={"y": 10.0}))
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +74,7 @@ def test_what_became_worse_fails_and_says_what_changed(bundle: Bundle) -> None:
     worse = replace(worse, ancestry={"model": "c" * 64, "data": "b" * 64})
     run = worse.runs[0]
     limits = replace(run.thresholds, min_cosine=0.5)
-    worse = replace(
-        worse,
-        runs=(replace(run, versions={"onnxruntime": "1.32.0", "driver": "2"}, thresholds=limits),),
-    )
+    worse = replace(worse, runs=(replace(run, versions={"onnxruntime": "1.32.0", "driver": "2"}, thresholds=limits),))
     assert worse.passed
     held = compare_with_baseline(worse, good, "run 7")
     assert not held.passed
@@ -212,10 +208,8 @@ def test_runs_are_recorded_come_back_and_are_compared(bundle: Bundle, report: Ve
     assert [record_report(file, item) for item in (report, bad)] == [1, 2]
     assert [(run.id, run.passed, run.verdict) for run in list_runs(file)] == [(1, True, "pass"), (2, False, "fail")]
     assert read_run(file, 1).report == report
-    last = present(find_last_good(file, bad))
-    assert last.id == 1
-    other = replace(report, target="qnn", bundle="tiny-qnn")
-    assert find_last_good(file, other) is None
+    assert present(find_last_good(file, bad)).id == 1
+    assert find_last_good(file, replace(report, target="qnn", bundle="tiny-qnn")) is None
     assert list_runs(file, bundle="other") == ()
     assert record_report(file, verify_bundle(bundle, [InProcess(lie=shake)])) == 3
     found = diff_runs(read_run(file, 1), read_run(file, 3))

@@ -182,8 +182,7 @@ def test_a_result_on_a_grid_with_several_scales_is_not_counted_in_steps(tmp_path
 def test_sequences_beside_the_layers_are_no_layers(tmp_path: Path) -> None:
     text = "(float[1,8] x) => (float[1,8] y, seq(float[1,8]) s) { y = Relu(x) s = SequenceConstruct(y, y) }"
     model = save_net(text, tmp_path / "m.onnx")
-    rows = [{"x": np.ones((1, 8), np.float32)}]
-    layers = compare_layers(model, model, from_list(rows))
+    layers = compare_layers(model, model, from_list([{"x": np.ones((1, 8), np.float32)}]))
     assert [layer.tensor for layer in layers] == ["y"]
 
 
@@ -415,8 +414,7 @@ def reorder(model: Model, path: Path) -> Model:
 
 
 def test_a_model_with_its_outputs_in_another_order_is_another_model(model: Model, tmp_path: Path) -> None:
-    other = reorder(model, tmp_path / "other.onnx")
-    found = compare_models(model, other, make_samples())
+    found = compare_models(model, reorder(model, tmp_path / "other.onnx"), make_samples())
     assert found.judge(None) == "fail"
     assert {output.name: output.mismatch for output in found.outputs} == {
         "up": "is output 1, in the reference 0",

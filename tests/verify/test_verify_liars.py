@@ -264,8 +264,7 @@ def in_order_of_runs(samples: Samples) -> Samples:
 
 def ask(case: Case, make: Callable[[Case], InProcess], golden: Golden | None = None) -> tuple[str, str]:
     """Returns the verdict on a run, and all that the report says of it."""
-    device = make(case)
-    (run,) = verify_bundle(case.bundle, [device], golden=golden).runs
+    (run,) = verify_bundle(case.bundle, [make(case)], golden=golden).runs
     return run.verdict, " / ".join((*run.failures, *run.notes))
 
 

@@ -191,8 +191,7 @@ def test_arithmetic_is_exact_where_the_type_of_the_output_is_not() -> None:
     assert measure(np.full(4000, 100.0, np.float16), np.full(4000, 100.0, np.float16)).reference_energy == 4e7
     large = measure(np.array([2**53 + 1, 7]), np.array([2**53, 7]))
     assert (large.matches, large.position) == (1, 0)
-    unsigned = measure(np.array([2**64 - 1], np.uint64), np.array([2**64 - 2], np.uint64))
-    assert unsigned.matches == 0
+    assert measure(np.array([2**64 - 1], np.uint64), np.array([2**64 - 2], np.uint64)).matches == 0
 
 
 @pytest.mark.parametrize(

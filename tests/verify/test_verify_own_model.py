@@ -160,8 +160,7 @@ def test_what_few_samples_leave_open_all_golden_ones_tell(bundle: Bundle, shift:
         return [{"y": row["y"] if place or not shift else row["y"][:, ::-1]} for place, row in enumerate(rows[:4])]
 
     limits = replace(bundle.manifest.thresholds, gate="bound", min_top1_agreement=0.6)
-    readings = {"y": Reading(kind="classes", axis=1)}
-    strict = restate(bundle, thresholds=limits, readings=readings)
+    strict = restate(bundle, thresholds=limits, readings={"y": Reading(kind="classes", axis=1)})
     (run,) = verify_bundle(strict, [InProcess(lie=stop, stopped_early=True)]).runs
     (shared,) = run.outputs[0].agreements
     assert (shared.samples, run.outputs[0].samples) == (4 if shift else bundle.golden.samples, 4)

@@ -70,8 +70,7 @@ def replace_relus(proto: onnx.ModelProto) -> None:
 def make_network_bundle(folder: Path, target: str) -> Bundle:
     model = save_network(folder / "network.onnx")
     contents = make_contents(folder, target=target, model=model, samples=make_images(4))
-    bundle = write_bundle(contents, folder / f"network-{target}")
-    return restate(bundle, verification=())
+    return restate(write_bundle(contents, folder / f"network-{target}"), verification=())
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +101,7 @@ def test_layers_that_fall_back_fail_the_run(
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
     assert (present(good.gap).lost, good.observes_placement) == (0, True)
-    bad = verify_bundle(bundle, [Altering(device=inner, change=change)]).runs[0]
-    line = bad.failures[0]
+    line = verify_bundle(bundle, [Altering(device=inner, change=change)]).runs[0].failures[0]
     assert line.startswith(f"silent fallback: {lost} was predicted to take ran on CPUExecutionProvider")
     assert names in line
 
@@ -118,8 +116,7 @@ def test_xnnpack_took_what_its_session_does_not_name_and_a_real_fallback_fails(t
     np.savez(tmp_path / "bert.npz", allow_pickle=False, **stacked)
     recipe = Recipe(targets=("xnnpack",), precision="fp32")
     report = build(bert.path, Data(source=str(tmp_path / "bert.npz")), tmp_path / "out", recipe, verify=False)
-    path = present(report.bundles[0].path)
-    bundle = open_bundle(path)
+    bundle = open_bundle(present(report.bundles[0].path))
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
     assert good.provider_nodes == {CPU_PROVIDER: 36, target.provider: 9}
@@ -149,15 +146,13 @@ def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> R
 def test_little_may_be_lost_by_a_limit_and_renamed_work_is_found(network: Bundle) -> None:
     assert _place(network, "relu1").passed
     assert not _place(network, "relu1", "relu2", "relu3").passed
-    lost = _place(network, "conv0", renamed="fused_nchwc", op="FusedConv")
-    assert present(lost.gap).lost == 1
+    assert present(_place(network, "conv0", renamed="fused_nchwc", op="FusedConv").gap).lost == 1
     assert not _place(network, "conv4", renamed="nchwc_4").passed
     report = verify_bundle(network, [InProcess()])
     run = replace(_place(network, "conv2"), thresholds=network.manifest.thresholds)
     report = replace(report, runs=(run,))
     assert not report.passed
-    loose = replace(network.manifest.thresholds, max_lost_share=0.5)
-    assert recheck_report(report, loose).passed
+    assert recheck_report(report, replace(network.manifest.thresholds, max_lost_share=0.5)).passed
 
 
 def test_a_prediction_is_no_observation_where_the_gate_asks_for_one(network: Bundle) -> None:
@@ -224,8 +219,7 @@ def test_a_gap_is_what_was_predicted_taken_and_ran_on_the_cpu(placed: str, lost:
 
 def test_without_products_nodes_count_and_without_observation_nothing_does() -> None:
     plain = tuple(replace(node, macs=0) for node in NODES)
-    gap = present(gap_of("a Conv cpu", plain))
-    assert gap.lost_macs == pytest.approx(1 / 3)
+    assert present(gap_of("a Conv cpu", plain)).lost_macs == pytest.approx(1 / 3)
     assert gap_of("a Conv cpu", plain[3:4]) == PlacementGap(predicted=0, lost=0, lost_macs=0.0, nodes=())
     assert gap_of("a Conv cpu", evidence=Evidence.EMULATED) is None
     assert gap_of("a Conv cpu", source="predicted") is None
@@ -254,10 +248,8 @@ def test_nodes_of_the_cpu_that_nobody_reports_are_counted(placed: str, hidden: i
     gap = present(gap_of(placed, SMALL))
     assert gap.hidden == hidden
     assert (f"{hidden} nodes that were predicted for the CPU" in str(describe_hidden(gap))) is (hidden > 0)
-    looping = present(gap_of(placed, (*SMALL, checked("loop", "Loop", 0))))
-    assert looping.hidden == 0
-    compiled = present(gap_of(f"{placed}, fused NNAPI_1 npu", SMALL, source="profile"))
-    assert compiled.hidden == 0
+    assert present(gap_of(placed, (*SMALL, checked("loop", "Loop", 0)))).hidden == 0
+    assert present(gap_of(f"{placed}, fused NNAPI_1 npu", SMALL, source="profile")).hidden == 0
 
 
 def test_a_limit_of_nodes_on_the_cpu_counts_those_that_are_hidden(network: Bundle) -> None:
@@ -305,8 +297,7 @@ def test_xnnpack_does_not_name_floats_that_it_takes_alone(placed: str, words: st
     assert told is None if words is None else words in str(told)
     # A QDQ group has a name, and so has what runs on the CPU.
     for change in ({"integers": True}, {"taken": False}):
-        nodes = tuple(replace(node, **change) for node in NODES)
-        check = replace(job.check, node_list=nodes)
+        check = replace(job.check, node_list=tuple(replace(node, **change) for node in NODES))
         hidden = describe_unmatched(run, replace(on_xnnpack, check=check))
         assert ("ran nowhere" in str(hidden)) == (words is None)
 

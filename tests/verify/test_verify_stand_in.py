@@ -148,8 +148,7 @@ def test_samples_of_a_metric_that_only_ranks_agree_by_their_scores(bundle: Bundl
 
 @pytest.mark.parametrize(("evidence", "verdict"), [(Evidence.SAME_EP, "not proven"), (Evidence.DEVICE, "fail")])
 def test_an_emulator_that_is_too_old_proves_nothing(tmp_path: Path, evidence: Evidence, verdict: str) -> None:
-    contents = make_contents(tmp_path)
-    bundle = write_bundle(contents, tmp_path / "new")
+    bundle = write_bundle(make_contents(tmp_path), tmp_path / "new")
     newer = restate(bundle, minimum_ort="99.0.0")
     # It takes no node: in a runtime that is new enough that is a silent fallback.
     fallen = InProcess(evidence=evidence, provider="CPUExecutionProvider")

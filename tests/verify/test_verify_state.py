@@ -92,16 +92,14 @@ def test_an_honest_device_keeps_its_state(stepped: Bundle, tmp_path: Path) -> No
     assert [output.name for output in run.state.outputs] == ["y"]  # of the state the app sees nothing
     assert {drift.output: drift.lost_db for drift in run.state.drift} == {"y": 0.0, "new_h": 0.0}
     assert any("2 sequences of 8 steps" in line for line in list_verify_remarks(report))
-    copied = replace(stepped, folder=tmp_path)
-    write_report(copied, report)
+    write_report(replace(stepped, folder=tmp_path), report)
     assert to_json(read_report(tmp_path / "verify.json")) == to_json(report)
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.03, "output 'y' drifts"), (1.3, "with its own state over 8 steps")])
 def test_a_device_whose_state_drifts_fails(stepped: Bundle, factor: float, said: str) -> None:
     # Its two numbers are read as classes, which the state hardly moves: here they are a curve.
-    readings = {"y": Reading(kind="values", axis=1)}
-    curve = restate(stepped, readings=readings)
+    curve = restate(stepped, readings={"y": Reading(kind="values", axis=1)})
     (run,) = verify_bundle(curve, [Decaying(factor=factor)]).runs
     gates = {gate.name for gate in run.gates if gate.failures}
     assert "state" in gates
@@ -133,8 +131,7 @@ def test_what_ended_before_a_sequence_was_whole_proves_nothing(stepped: Bundle) 
 
 def test_a_slow_device_runs_one_whole_sequence(stepped: Bundle) -> None:
     slow = replace(stepped.manifest.verification[0], device="emulated", samples=3)
-    few = restate(stepped, verification=(slow,))
-    (run,) = verify_bundle(few, [InProcess()]).runs
+    (run,) = verify_bundle(restate(stepped, verification=(slow,)), [InProcess()]).runs
     assert run.samples == STEPS
     assert run.find_places(stepped.golden.samples) == tuple(range(STEPS))
     assert present(run.state).sequences == 1

@@ -276,5 +276,4 @@ def test_a_compiled_context_is_asked_for_no_mistake(tmp_path: Path) -> None:
     onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> {text}'), path)
     rows = [{"x": np.ones((1, 4), np.float32)}]
     inputs = from_list(rows)
-    got = from_list([{"y": rows[0]["x"]}])
-    assert find_input_mistake(path, inputs, got, "y") is None
+    assert find_input_mistake(path, inputs, from_list([{"y": rows[0]["x"]}]), "y") is None

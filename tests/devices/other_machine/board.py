@@ -66,8 +66,7 @@ class Board:
 
     def set_enter(self, *, before: str = "") -> None:
         """Says what the board does before each command."""
-        text = _ENTER.format(pid=self.machine.pid, before=before)
-        _write_program(self.folder / "enter", text)
+        _write_program(self.folder / "enter", _ENTER.format(pid=self.machine.pid, before=before))
 
 
 @contextlib.contextmanager
