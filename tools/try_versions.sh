@@ -6,7 +6,7 @@
 # placement against its prediction. TESTS and SEEDS choose others.
 set -eu
 cd "$(dirname "$0")/.."
-tests=${TESTS:-tests/test_ort.py tests/model tests/prepare tests/check tests/convert tests/quantize tests/verify tests/bench tests/profile tests/tune}
+tests=${TESTS:-tests/test_doors.py tests/model tests/prepare tests/check tests/convert tests/quantize tests/verify tests/bench tests/profile tests/tune}
 python=$PWD/.venv/bin/python
 [ $# -gt 0 ] || set -- $($python -c 'from edgekit._ort import TESTED_VERSIONS; print(*TESTED_VERSIONS)')
 failed=

@@ -1,16 +1,20 @@
-"""The onnx package's node tests get a report for every target; nothing crashes.
+"""Every node test of the onnx package, and any graph of nodes that bear known names, gets a report for every target.
 
-Two of each set of operators stand for the others here; `make fuzz` runs them all.
+The nodes' inputs, outputs, attributes and domains are drawn by hypothesis; nothing crashes.
 """
 
 import warnings
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from check_models import TARGETS
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper, numpy_helper
 from onnx.backend.test import loader
 
 from edgekit.check.advice import Case, give_advice
@@ -81,3 +85,67 @@ def test_the_light_models_get_a_report(light: list[Graph], target: str) -> None:
     book = load_rules(loaded)
     for graph in light:
         assert len(check_graph(graph, book, loaded.settings, opset=17)) == len(graph.nodes)
+
+
+LOADED = [load_target(target) for target in TARGETS]
+BOOKS = [load_rules(target) for target in LOADED]
+OPS = sorted({op for book in BOOKS for entry in book.op for op in entry.types} | {"Sum", "Dropout", "NoSuchOperator"})
+ATTRIBUTES = [
+    "axis",
+    "kernel_shape",
+    "pads",
+    "mode",
+    "dilations",
+    "group",
+    "transB",
+    "split",
+    "auto_pad",
+    "min",
+    "axes",
+]
+CONSTANTS = [
+    numpy_helper.from_array(np.ones(shape, dtype), f"c{at}")
+    for at, (shape, dtype) in enumerate(
+        [
+            ((), np.float32),
+            ((0,), np.float32),
+            ((4,), np.int64),
+            ((4, 2, 3, 3), np.float32),
+            ((), np.uint8),
+            ((), np.int8),
+        ]
+    )
+]
+NAMES = ["x0", "x1", "", *(tensor.name for tensor in CONSTANTS)]
+VALUES = st.sampled_from([0, 1, -1, [1, 1], [2], "SAME", "linear", 1.5])
+
+
+@st.composite
+def _models(draw: st.DrawFn) -> onnx.ModelProto:
+    nodes: list[onnx.NodeProto] = []
+    for at in range(draw(st.integers(1, 6))):
+        known = st.sampled_from([*NAMES, *(name for node in nodes for name in node.output)])
+        attributes: dict[str, Any] = draw(st.dictionaries(st.sampled_from(ATTRIBUTES), VALUES, max_size=3))
+        outputs = [f"v{at}_{place}" for place in range(draw(st.integers(0, 2)))]
+        domain = draw(st.sampled_from(["", "", "ai.onnx", "com.microsoft", "my.domain"]))
+        inputs = draw(st.lists(known, max_size=4))
+        nodes.append(helper.make_node(draw(st.sampled_from(OPS)), inputs, outputs, domain=domain, **attributes))
+    shapes: st.SearchStrategy[Any] = st.sampled_from([None, [], [1, 4, 8, 8], ["N", 3], [2, 3], [0]])
+    types = st.sampled_from([1, 2, 3, 6, 7, 9, 10, 8, 11])
+    values = [helper.make_tensor_value_info(name, draw(types), draw(shapes)) for name in ("x0", "x1")]
+    opsets = [helper.make_opsetid("", draw(st.sampled_from([7, 11, 13, 17, 21]))), helper.make_opsetid("my.domain", 1)]
+    return helper.make_model(helper.make_graph(nodes, "g", values, [], CONSTANTS), opset_imports=opsets)
+
+
+@given(_models())
+def test_any_graph_gets_a_report_and_advice(model: onnx.ModelProto) -> None:
+    graph = view_model(infer_model(model))
+    for target, book in zip(LOADED, BOOKS, strict=True):
+
+        def recheck(changed: Graph, opset: int, target: Any = target, book: Any = book) -> tuple[CheckedNode, ...]:
+            return check_graph(changed, book, target.settings, opset=opset)
+
+        nodes = recheck(graph, 17)
+        assert len(nodes) == len(graph.nodes)
+        assert all(node.taken or node.reasons for node in nodes)
+        give_advice(Case(graph=graph, nodes=nodes, recheck=recheck))

@@ -1,5 +1,6 @@
-"""Each command: its exit codes, its JSON, and one line for whatever is wrong."""
+"""Each command: exit codes, JSON, one line for whatever is wrong, its defaults in a file, and what it shows."""
 
+import json
 import os
 import re
 import shutil
@@ -10,14 +11,20 @@ import time
 from pathlib import Path
 
 import click
+import jsonschema
 import numpy as np
+import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
 from fixture_types import Answer, Refused, Shown, present
 from tiny_models import parse_model, write_small_net
 
 from edgekit.cli.main import COMMANDS, group, run_command
+from edgekit.cli.schema import describe_file
+from edgekit.cli.screen import print_table, showing_progress
 from edgekit.model.model import load_model
+from edgekit.report.tables import make_table
+from edgekit.serialize import escape_controls
 
 BUILD = ["build", str(MODEL), "--data", str(CALIBRATION)]
 
@@ -197,3 +204,197 @@ def test_a_dimension_and_a_frozen_input_mean_the_same_in_every_command_that_take
 def _takes(name: str, *options: str) -> bool:
     command = group.get_command(click.Context(group), name)
     return command is not None and {*options} <= {word for one in command.params for word in one.opts}
+
+
+NAMED = ("--config", "edgekit.toml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model in it."""
+    parse_model("agraph (float[N,4] x) => (float[N,4] y) { y = Relu(x) }", tmp_path / "m.onnx")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_schema_has_every_option_of_every_command() -> None:
+    schema = describe_file()
+    places = schema["$defs"]["AppTable"]["properties"]["commands"]["properties"]
+    context = click.Context(group, info_name="edgekit")
+    assert places.keys() == COMMANDS.keys()
+    for name in COMMANDS:
+        command = present(group.get_command(context, name))
+        words = [max(each.opts, key=len) for each in command.params if isinstance(each, click.Option)]
+        assert {f"--{key.replace('_', '-')}" for key in places[name]["properties"]} == set(words)
+    # One validator: jsonschema.validate judges the schema itself in each call.
+    takes = jsonschema.Draft202012Validator(schema)
+    takes.check_schema(schema)
+    good = {"check": {"set": {"api_level": 30}, "observe": True}}
+    wrong: list[dict[str, dict[str, object]]] = [{"chek": {}}, {"check": {"sett": {}}}, {"check": {"observe": "yes"}}]
+    files = [{"models": {}, "targets": {}, "commands": table} for table in (good, *wrong)]
+    assert [takes.is_valid(text) for text in files] == [True, False, False, False]
+
+
+def test_a_value_of_the_file_is_the_default_of_its_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '[commands.prepare]\nout = "made.onnx"\ndim = { N = 3 }\nfix = false\njson = true\n'
+    (folder / "edgekit.toml").write_text(text)
+    assert run_command([*NAMED, "prepare", "m.onnx"]) == 0
+    made, said = capsys.readouterr()
+    assert (json.loads(made)["model"]["inputs"][0]["shape"], said.count("\n")) == ([3, 4], 1)
+    assert said.startswith("edgekit.toml gives prepare its out, dim, fix, json, unless the command line does\n")
+    assert run_command([*NAMED, "prepare", "m.onnx", "--dim", "N=5", "--out", "typed.onnx", "--quiet"]) == 0
+    made, said = capsys.readouterr()
+    assert (json.loads(made)["model"]["inputs"][0]["shape"], said) == ([5, 4], "")
+    assert sorted(path.name for path in folder.glob("*.onnx")) == ["m.onnx", "made.onnx", "typed.onnx"]
+    # Other commands know nothing of it, and help is there though the file is broken.
+    (folder / "edgekit.toml").write_text("[commands.prepare\n")
+    assert run_command([*NAMED, "prepare", "--help"]) == 0
+
+
+def test_a_file_without_the_option_or_variable_that_names_it_is_not_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "edgekit.toml").write_text("[commands.targets]\njson = true\n")
+    assert run_command(["targets"]) == 0
+    printed, said = capsys.readouterr()
+    assert (printed.startswith("{"), said) == (False, "")
+    monkeypatch.setenv("EDGEKIT_CONFIG", "edgekit.toml")
+    assert run_command(["targets"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    monkeypatch.setenv("EDGEKIT_CONFIG", "lost.toml")
+    assert "cannot read 'lost.toml'" in refused("targets")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[commands.targets]\njsn = true", "line 2, column 1: commands.targets.jsn: targets has no such option ("),
+        ('[commands.targets]\njson = "yes"', "line 2, column 1: commands.targets.json: it is on or off (true or"),
+        ("[commands]\ntargets = 1", "line 2, column 1: commands.targets: it is no table (for example [commands.tar"),
+        ("[commands.targets\n", "'edgekit.toml' is malformed: Expected ']'"),
+    ],
+)
+def test_an_error_names_file_line_and_key(text: str, wanted: str, folder: Path, refused: Refused) -> None:
+    (folder / "edgekit.toml").write_text(text)
+    assert wanted in refused(*NAMED, "targets")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[commands.chek]", "line 5, column 1: commands.chek: there is no such command (did you mean 'check'?)"),
+        ("[commands.bench]\nruns = 0", "line 6, column 1: commands.bench.runs: 0 is not in the range 1<=x<=100000"),
+        ('[commands.bench]\nruns = "few"', "line 6, column 1: commands.bench.runs: 'few' is not a valid integer"),
+        ("[commands.check]\nset = [true]", "line 6, column 1: commands.check.set: it takes a text, a list of texts"),
+    ],
+)
+def test_run_checks_the_tables_of_all_commands(text: str, wanted: str, folder: Path, refused: Refused) -> None:
+    (folder / "edgekit.toml").write_text('[models.m]\npath = "m.onnx"\ndata = { source = "x" }\n[targets.cpu]\n' + text)
+    assert wanted in refused("run", str(folder / "edgekit.toml"))
+
+
+TAG, LOST, PICTURE, RED = "[/INST]", "blk[se]", ":key:", "\x1b[31m"
+
+
+@pytest.fixture
+def speaking(tmp_path: Path) -> Path:
+    path = parse_model(
+        "g (float[batch,3] x) => (float[batch,3] y) { a = Relu(x) b = Sigmoid(a) c = Tanh(b) y = Erf(c) }",
+        tmp_path / "speaking.onnx",
+    )
+    model = onnx.load(path)
+    for node, name in zip(model.graph.node, (TAG, LOST, PICTURE, RED), strict=True):
+        node.name = name
+    model.producer_name = f"{TAG} {RED}"
+    onnx.helper.set_model_props(model, {"chat": f"{TAG} [bold]{LOST}"})
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["inspect"], [TAG, "[bold]blk[se]", "float32[batch,3]", "\\x1b[31m"]),
+        (["inspect", "--sizes"], []),
+        (["check", "--target", "xnnpack", "--dim", "batch=1"], [TAG, LOST, PICTURE, "\\x1b[31m"]),
+    ],
+)
+def test_names_of_a_model_are_shown_literally_with_control_characters_escaped(
+    speaking: Path, command: list[str], shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_command([command[0], str(speaking), *command[1:]])
+    printed = capsys.readouterr()
+    assert [text for text in shown if text not in printed.out] == []
+    assert RED not in printed.out + printed.err
+
+
+def test_an_error_contains_no_terminal_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["inspect", str(tmp_path / f"{RED}.onnx")]) == 2
+    shown = capsys.readouterr().err
+    assert "\\x1b[31m.onnx" in shown
+    assert RED not in shown
+
+
+def test_progress_does_not_read_names_as_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    with showing_progress(1) as progress:
+        progress(f"{TAG} {LOST} {PICTURE} {RED}")
+    assert f"{TAG} {LOST} {PICTURE} \\x1b[31m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("volume", "quiet_s", "said"), [(0, 60.0, ""), (0, 0.0, "after 0 s: calibrate\n"), (-1, 0.0, "")]
+)
+def test_in_a_log_a_long_command_says_from_time_to_time_how_far_it_is(
+    volume: int, quiet_s: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgekit.cli.screen.QUIET_S", quiet_s)
+    with showing_progress(volume) as progress:
+        progress("calibrate")
+    assert capsys.readouterr().err == said
+
+
+def test_a_spinner_reads_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with showing_progress(0) as progress:
+        progress(f"{TAG} {LOST}")
+    assert RED not in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_cuts_no_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    words = [f"agreement{number}" for number in range(6)]
+    print_table(make_table(*words))
+    shown = capsys.readouterr().out
+    assert [word for word in words if word not in shown] == []
+
+
+def test_printable_text_is_not_escaped() -> None:
+    assert escape_controls("Größe → 3\t4\n") == "Größe → 3\t4\n"
+    assert escape_controls("a\x00b\x9bc\u202ed") == "a\\x00b\\x9bc\\u202ed"
+
+
+PAGES = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_each_shell_gets_its_script(shell: str, shown: Shown) -> None:
+    assert f"_EDGEKIT_COMPLETE={shell}_complete" in shown(["completion", shell])
+
+
+@pytest.mark.parametrize(("words", "wanted"), [("edgekit qu", "quantize"), ("edgekit build --prec", "--precision")])
+def test_the_script_asks_the_command(
+    words: str, wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_EDGEKIT_COMPLETE": "bash_complete"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run_command([])
+    assert f"plain,{wanted}" in capsys.readouterr().out.splitlines()
+
+
+def test_the_list_for_agents_leads_to_pages() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (PAGES / "llms.txt").read_text())
+    assert len(links) > 5
+    assert all((PAGES / link).is_file() for link in links)

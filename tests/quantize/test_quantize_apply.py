@@ -1,13 +1,20 @@
+"""A plan applied: every node in integers, close to float, the bytes of ONNX Runtime, in a compact form."""
+
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper, parser
+from onnxruntime.quantization import base_quantizer, qdq_quantizer
+from onnxruntime.quantization.onnx_model import ONNXModel
+from onnxruntime.quantization.quant_utils import find_by_name
 from quantize_models import (
     CONV_NET,
     CONV_SHAPES,
@@ -15,20 +22,24 @@ from quantize_models import (
     make_model,
     make_samples,
     op_types,
+    plan_model,
     random_samples,
     sqnr_db,
 )
 from quantize_models import quantize as quantize_net
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit._proc import run_process
 from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model, save_proto
-from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize._ort_quantizer import place_qdq
+from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import _ort_quantizer as door
+from edgekit.quantize._ort_quantizer import find_plan_grids, place_qdq
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.score import grids_to_inputs
 from edgekit.quantize.plan import draft_plan
+from edgekit.quantize.qdq import compact_qdq, place_plan
 from edgekit.target import Precision, load_target
 
 TARGETS = ["nnapi", "qnn", "xnnpack"]
@@ -188,3 +199,189 @@ def test_only_ort_refuses(net: Model, calibration: Calibration, capsys: pytest.C
     with pytest.raises(KeyError):
         place_qdq(graph, msgspec.structs.replace(empty, axes={"absent": 0}), "m")
     assert capsys.readouterr() == ("", "")
+
+
+# A value read twice by one node and by several, a bias shared by two layers, Relu and Clip that ORT folds, outputs in
+# the middle, and what has no name.
+WEB = """g (float[1,4,8,8] x) => (float[1,4,8,8] seen, float[1,4,8,8] y)
+{
+  a = Conv<pads=[1,1,1,1]>(x, w1, b)
+  r = Relu(a)
+  d = Add(r, r)
+  seen = Conv<pads=[1,1,1,1]>(d, w2, b)
+  c = Clip(seen, , six)
+  m = Mul(c, r)
+  p = MaxPool<kernel_shape=[3,3],pads=[1,1,1,1]>(m)
+  n = Concat<axis=1>(p, d)
+  y = Conv<pads=[1,1,1,1]>(n, w3, )
+}
+"""
+WEIGHTS = {"w1": (4, 4, 3, 3), "w2": (4, 4, 3, 3), "w3": (4, 8, 3, 3), "b": (4,), "six": ()}
+
+
+def _place(model: Model, calibration: Calibration, target: str, precision: str = "int8") -> bytes:
+    plan = plan_quantization(model, calibration, load_target(target), "int16" if precision == "int16" else "int8")
+    return _write(model, plan)
+
+
+def _write(model: Model, plan: QuantPlan) -> bytes:
+    return place_plan(read_float_graph(model), plan, model.name).SerializeToString(deterministic=True)
+
+
+def _spell_channels(scales: Any, axis: int, quant_type: Any) -> list[dict[str, Any]]:
+    return [{"quant_type": quant_type, "axis": axis, "scale": scale, "zero_point": np.int8(0)} for scale in scales]
+
+
+def _as_ort_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "ChannelQuantizer", qdq_quantizer.QDQQuantizer)
+    monkeypatch.setattr(door, "channel_overrides", _spell_channels)
+    for module in (base_quantizer, qdq_quantizer):
+        monkeypatch.setattr(module, "find_by_name", find_by_name)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision"),
+    [("nnapi", "int8"), ("xnnpack", "int8"), ("cpu", "int8"), ("qnn", "int8"), ("qnn", "int16")],
+)
+def test_ort_writes_the_same_bytes(
+    target: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(WEB, tmp_path / "web.onnx", WEIGHTS)
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    placed = _place(model, calibration, target, precision)
+    _as_ort_does(monkeypatch)
+    assert _place(model, calibration, target, precision) == placed
+
+
+def test_the_copy_of_a_shared_bias_has_the_name_of_no_other_tensor(tmp_path: Path) -> None:
+    """ONNX Runtime would call the first copy of b b0, as PyTorch numbers a computed tensor."""
+    text = """g (float[1,4,8,8] x) => (float[1,4,8,8] y) { n = InstanceNormalization(x, w, b) b0 = Transpose(n)
+        b1 = Transpose(b0) y = InstanceNormalization(b1, w, b) }"""
+    model = make_model(text, tmp_path / "norms.onnx", {"w": (4,), "b": (4,)})
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    placed = onnx.ModelProto.FromString(_place(model, calibration, "qnn"))
+    biases = [node.input[2] for node in placed.graph.node if node.op_type == "InstanceNormalization"]
+    assert len({*biases}) == 2
+    assert "b0" not in biases
+
+
+def test_the_work_grows_with_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _count_visits(40, tmp_path, monkeypatch) <= 2.2 * _count_visits(20, tmp_path, monkeypatch)
+
+
+def _count_visits(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns how often ONNX Runtime looks at a node's inputs to place Q and DQ in a chain of so many layers."""
+    steps = "".join(f"t{i + 1} = Conv<pads=[1,1,1,1]>(t{i}, w, b) " for i in range(layers))
+    text = f"g (float[1,4,8,8] t0) => (float[1,4,8,8] t{layers}) {{ {steps} }}"
+    model = make_model(text, tmp_path / f"{layers}.onnx", {"w": (4, 4, 3, 3), "b": (4,)})
+    _, plan = plan_model(model, tmp_path / f"{layers}", "cpu", random_samples(model, count=2), "auto")
+    visits, replace = 0, ONNXModel.replace_node_input
+
+    def count(node: onnx.NodeProto, old: str, new: str) -> None:
+        nonlocal visits
+        visits += 1
+        replace(node, old, new)
+
+    counting: Callable[[onnx.NodeProto, str, str], None] = count
+    with monkeypatch.context() as patched:
+        patched.setattr(ONNXModel, "replace_node_input", staticmethod(counting))
+        _write(model, plan)
+    return visits
+
+
+@pytest.mark.parametrize("target", ["nnapi", "cpu", "qnn"])
+def test_scales_for_other_ranges_are_those_of_another_placement(target: str, tmp_path: Path) -> None:
+    model = make_model(WEB, tmp_path / "m.onnx", WEIGHTS)
+    calibration, plan = plan_model(model, tmp_path, target, random_samples(model, count=32))
+    if target == "qnn":
+        plan = msgspec.structs.replace(plan, wide={"m": plan.ranges["m"]})
+    other = msgspec.structs.replace(plan, ranges=calibration.ranges["mse"])
+    graph = read_float_graph(model)
+    one, two = place_plan(graph, plan, "m"), place_plan(graph, other, "m")
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in two.graph.initializer}
+    grids = find_plan_grids(graph, other, "m")
+    names = grids_to_inputs(one, grids)
+    assert len(names) > 8
+    assert all((grids[name] == stored[name]).all() and grids[name].dtype == stored[name].dtype for name in names)
+    # What is fed now stands in the other graph.
+    two.graph.ClearField("initializer")
+    one.graph.ClearField("initializer")
+    assert list(one.graph.node) == list(two.graph.node)
+
+
+TEXT = """
+<ir_version: 8, opset_import: ["" : 17]>
+net (float[1,2,4,4] x, bool flag) => (float[1,2,4,4] y)
+<float s = {0.5}, uint8 z = {3}, float s2 = {0.5}, uint8 z2 = {3}, int8[2,1,1,1] w = {5, -7}, float[2] ws = {0.1, 0.2},
+ int8[2] wz = {0, 0}, int8[2,1,1,1] v = {2, 9}, float[2] vs = {0.3, 0.4}, int8[2] vz = {0, 0}, int32[2] b = {9, -8},
+ float[2] bs = {0.05, 0.1}, int32[2] bz = {0, 0}>
+{
+  long_x = QuantizeLinear(x, s, z)
+  long_dx = DequantizeLinear(long_x, s, z)
+  long_w = DequantizeLinear<axis = 0>(w, ws, wz)
+  long_b = DequantizeLinear<axis = 0>(b, bs, bz)
+  first = Conv<group = 2, auto_pad = "NOTSET", dilations = [1, 1], strides = [1, 1], pads = [0, 0, 0, 0]>
+    (long_dx, long_w, long_b)
+  long_f = QuantizeLinear(first, s2, z2)
+  long_df = DequantizeLinear(long_f, s2, z2)
+  long_v = DequantizeLinear<axis = 0>(v, vs, vz)
+  second = Conv<group = 2, pads = [1, 0, 1, 0], strides = [1, 1]>(long_df, long_v)
+  y = If(flag) <
+    then_branch = one () => (float[1,2,4,4] a) { b1 = Slice(second, i0, i4, i2) a = Add(b1, long_df) },
+    else_branch = two () => (float[1,2,4,4] c) { c = Neg(long_df) }>
+}
+"""
+
+
+def qdq_model() -> onnx.ModelProto:
+    proto = parser.parse_model(TEXT)
+    for name, value in (("i0", 0), ("i4", 4), ("i2", 2)):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([value]), name))
+    for index, node in enumerate(proto.graph.node):
+        node.name, node.doc_string = f"node {index}", "where it was written"
+    return proto
+
+
+def run(proto: onnx.ModelProto, *, flag: bool) -> np.ndarray:
+    session = CpuSession(proto.SerializeToString(), SessionSettings(level=Level.DISABLED))
+    x = np.random.default_rng(0).normal(size=(1, 2, 4, 4)).astype(np.float32)
+    return session.run({"x": x, "flag": np.array(flag)})["y"]
+
+
+@pytest.fixture(scope="module")
+def small() -> onnx.ModelProto:
+    proto = qdq_model()
+    compact_qdq(proto)
+    return proto
+
+
+def test_a_compact_model_is_smaller_and_computes_the_same_in_bodies_too(small: onnx.ModelProto) -> None:
+    whole = qdq_model()
+    for flag in (True, False):
+        np.testing.assert_array_equal(run(whole, flag=flag), run(small, flag=flag))
+    assert small.ByteSize() < 0.8 * whole.ByteSize()
+    onnx.checker.check_model(small, full_check=True)
+
+
+def test_attributes_with_their_default_and_doc_strings_are_left_out(small: onnx.ModelProto) -> None:
+    first, second = ({item.name for item in node.attribute} for node in small.graph.node if node.op_type == "Conv")
+    assert (first, second) == ({"group"}, {"group", "pads"})
+    assert not any(node.doc_string for node in small.graph.node)
+
+
+def test_activations_share_scales_and_zero_points_and_weights_do_not(small: onnx.ModelProto) -> None:
+    stored = {tensor.name: tensor for tensor in small.graph.initializer}
+    reads = [tuple(node.input) for node in small.graph.node if node.op_type.endswith("antizeLinear")]
+    activations = {names[1:] for names in reads if names[0] not in stored}
+    weights = {names for names in reads if names[0] in stored}
+    assert len(activations) == 1
+    assert len({names[2] for names in weights}) == len(weights) == 3
+
+
+def test_short_names_do_not_hide_names_in_bodies(small: onnx.ModelProto) -> None:
+    names = [tensor.name for tensor in small.graph.initializer]
+    names += [name for node in small.graph.node for name in node.output]
+    assert len(names) == len(set(names))
+    assert {"a", "b1", "c"}.isdisjoint(names)
+    assert {"first", "second", "long_df", "y"} <= set(names)
+    assert {node.name for node in small.graph.node if node.op_type == "Conv"} == {"node 4", "node 8"}

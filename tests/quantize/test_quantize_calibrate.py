@@ -377,7 +377,8 @@ def open_exactly(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[onnx.Grap
         return CpuSession(model, msgspec.structs.replace(settings, level=Level.DISABLED), **kept)
 
     monkeypatch.setattr(sessions, "CpuSession", open_session)
-    return onnx.load_from_string(opened[-1]).graph, open_quantized(path)
+    session = open_quantized(path)
+    return onnx.load_from_string(opened[-1]).graph, session
 
 
 def run(session: CpuSession) -> Array:
