@@ -1,4 +1,4 @@
-"""The three doors: files are whole or not there, how child processes end is a finding, and ONNX Runtime errs as we do."""
+"""The three doors: files are whole or not there, the end of a child is a finding, and ONNX Runtime errs as we do."""
 
 import importlib
 import io
