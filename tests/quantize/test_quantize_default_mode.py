@@ -214,7 +214,9 @@ def draw_branches(folder: Path, branches: int) -> tuple[Model, Calibration]:
 
 
 @pytest.mark.parametrize("is_like", [True, False])
-def test_weights_are_rounded_again_once_activations_hide_no_error(tmp_path: Path, is_like: bool) -> None:
+def test_weights_are_rounded_again_once_activations_hide_no_error(
+    tmp_path: Path, is_like: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GPTQ compensates an error by inputs that are alike; weights that are whole steps have no error."""
     rng, names = np.random.default_rng(5), ["x", *(f"t{index}" for index in range(1, 64)), "y"]
     rows = [f"{made} = MatMul({read}, w{index})" for index, (read, made) in enumerate(pairwise(names))]
@@ -228,8 +230,15 @@ def test_weights_are_rounded_again_once_activations_hide_no_error(tmp_path: Path
     first = plan_quantization(model, calibration, target, "int8", method="minmax")
     subject = Subject(model=model, calibration=calibration, target=target, precision="int8")
     first = msgspec.structs.replace(first, rounding="bias")
-    plans = [relieve_step(subject, first, count, before=first) for count in (80, 120)]
-    assert [present(plan).rounding for plan in plans] == ["bias", "gptq" if is_like else "bias"]
+    monkeypatch.setattr("edgekit.quantize.mixed_precision.relief._MANY_RELIEVED", 30)
+    few, many = (present(relieve_step(subject, first, count, before=first)) for count in (30, 40))
+    assert [few.rounding, many.rounding] == ["bias", "gptq" if is_like else "bias"]
+    # The next step keeps what was chosen.
+    more = [
+        present(relieve_step(subject, first, 50, before=msgspec.structs.replace(before, rounding="nearest")))
+        for before in (few, many)
+    ]
+    assert [plan.rounding for plan in more] == ["gptq" if is_like else "nearest", "nearest"]
 
 
 def test_a_plan_with_too_little_in_integers_is_not_written(deep: tuple[Model, Calibration], tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from edgekit.quantize.gptq import (
     weight_scale,
 )
 from edgekit.quantize.graph.sessions import open_quantized
-from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
+from edgekit.quantize.mixed_precision.candidates import Draft, WeightError, place_draft
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB
 from edgekit.quantize.mixed_precision.score import open_judge
-from edgekit.quantize.mixed_precision.weights import WeightError, choose_kept, keep_eight, rank_weights, scale_errors
+from edgekit.quantize.mixed_precision.weights import choose_kept, keep_eight, rank_weights, scale_errors
 from edgekit.quantize.plan import Candidate
 from edgekit.quantize.qdq import round_weights
 from edgekit.target import Precision, load_target

@@ -93,6 +93,9 @@ def test_as_many_weights_get_16_bits_as_gain_a_decibel_and_fit(tmp_path: Path) -
     longer = plan.wide | {"x": TensorRange(low=-200, high=200)}
     given = msgspec.structs.replace(plan, wide=longer)
     assert present(widen_weights(subject, given, 0.12)).wide["x"] == longer["x"]
+    # Plans that differ in the activations of 16 bits share the ranking.
+    (ranking,) = subject.memo.weights.values()
+    assert max(ranking, key=lambda error: error.noise).name == "w1"
     # Without its noise, activations of 8 bits add more than the other weights do.
     assert present(widen_weights(subject, plan, 1.0)).bits == {"w1": 16}
     assert widen_weights(subject, msgspec.structs.replace(plan, bits={"w3": 4}), 1.0) is None

@@ -63,6 +63,14 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, candidates=sort_candidates([*self.candidates, *learned]))
 
 
+class WeightError(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight, its number of values, and the outputs' noise (a share of the signal) when it alone is rounded."""
+
+    name: str
+    size: int
+    noise: float
+
+
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
     """Cached results, by a digest of everything that they depend on, and the time budget.
 
@@ -73,12 +81,14 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
         judged: the judgement of each draft.
         ranked: the noise of each tensor of a plan, worst first (`rank_tensors`).
         noises: what rankings of a plan measured so far (`Noises`).
+        weights: the noise of each weight of a plan (`rank_weights`).
         budget: the time that is left for searches.
     """
 
     judged: dict[str, Judgement] = {}
     ranked: dict[str, dict[str, float]] = {}
     noises: dict[str, dict[tuple[int, int, int], Array]] = {}
+    weights: dict[str, tuple[WeightError, ...]] = {}
     budget: Budget = msgspec.field(default_factory=Budget)
 
 

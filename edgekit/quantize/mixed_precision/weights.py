@@ -16,7 +16,7 @@ from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import relief
-from edgekit.quantize.mixed_precision.candidates import Draft, Subject, place_draft
+from edgekit.quantize.mixed_precision.candidates import Draft, Subject, WeightError, digest_draft, place_draft
 from edgekit.quantize.mixed_precision.score import list_rounded, open_judge, strip_weights, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
@@ -28,14 +28,6 @@ _MOST_KEPT = 0.5
 _SAMPLES = 4
 # If the sum of the single errors was too optimistic, the next round keeps more weights in 8 bits.
 _ROUNDS, _MARGIN_DB = 3, 2.0
-
-
-class WeightError(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight, its number of values, and the outputs' noise (a share of the signal) when it alone is rounded."""
-
-    name: str
-    size: int
-    noise: float
 
 
 def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan, tuple[Candidate, ...]]:
@@ -91,15 +83,21 @@ def _describe(lead: Candidate, plan: QuantPlan, ratio: float, share: float) -> C
     )
 
 
-def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
+def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan, most: int | None = None) -> float:
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-    return _judge_form(draft, qdq, keep_float_weights=False)
+    return _judge_form(draft, qdq, keep_float_weights=False, most=most)
 
 
-def _judge_form(draft: Draft, graph: onnx.ModelProto, *, keep_float_weights: bool) -> float:
-    """Returns the ratio in dB of a form of a draft's graph over all held-out samples."""
-    at_once = draft.effort.at_once
-    return open_judge(graph, draft.compared, draft.statistics, keep_float_weights=keep_float_weights, at_once=at_once)()
+def _judge_form(draft: Draft, graph: onnx.ModelProto, *, keep_float_weights: bool, most: int | None = None) -> float:
+    """Returns the ratio in dB of a form of a draft's graph over the first `most` held-out samples, by default all."""
+    return open_judge(
+        graph,
+        draft.compared,
+        draft.statistics,
+        keep_float_weights=keep_float_weights,
+        most=most,
+        at_once=draft.effort.at_once,
+    )()
 
 
 def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
@@ -123,6 +121,15 @@ def choose_kept(errors: Sequence[WeightError], most_noise: float, least_noise: f
             kept.add(error.name)
             used, left = used + error.size, left - error.noise
     return kept
+
+
+def _rank_once(subject: Subject, plan: QuantPlan) -> tuple[WeightError, ...]:
+    """Returns the ranking of a plan's weights, which plans that differ in the activations of 16 bits share."""
+    draft = subject.open_draft(msgspec.structs.replace(plan, wide={}, judged=())).use_unsigned()
+    key = digest_draft(draft)
+    if key not in subject.memo.weights:
+        subject.memo.weights[key] = rank_weights(draft, place_draft(draft))
+    return subject.memo.weights[key]
 
 
 def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ...]:
@@ -167,12 +174,12 @@ def widen_weights(subject: Subject, plan: QuantPlan, most_macs: float) -> QuantP
     if plan.bits or not draft.effort.is_short:
         return None
     placed = place_draft(draft)
-    floats = _judge_form(draft, strip_weights(placed, graph), keep_float_weights=True)
+    floats = _judge_form(draft, strip_weights(placed, graph), keep_float_weights=True, most=_SAMPLES)
     least = 10 ** (-floats / 10)
-    noise = 10 ** (-_judge(draft, placed, draft.plan) / 10)
+    noise = 10 ** (-_judge(draft, placed, draft.plan, _SAMPLES) / 10)
     if relief.rise_db(1 - least / noise) < relief.LEAST_GAIN_DB:
         return None
-    errors = sorted(scale_errors(rank_weights(draft, placed), noise - least), key=lambda error: -error.noise)
+    errors = sorted(scale_errors(_rank_once(subject, plan), noise - least), key=lambda error: -error.noise)
     layers = {layer.weight: layer for layer in read_layers(graph)}
     macs = {node.name: count_macs(graph, node) for node in graph.nodes}
     fitting, left = list[WeightError](), most_macs * sum(macs.values())
