@@ -177,7 +177,7 @@ def _find_rewrite(rewrite: Rewrite, case: Case) -> Iterator[Finding]:
 def _find_dims(case: Case) -> Iterator[Finding]:
     dynamic = case.refused(because="dynamic")
     # Sizes that values decide, such as a number of findings, cannot be given.
-    if dynamic and choose_sizes(case.graph.proto):
+    if dynamic and choose_sizes(case.graph):
         # Every unknown dimension gets the size that is used for counting work, else 1.
         values = {
             name: value

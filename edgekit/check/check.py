@@ -51,7 +51,8 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     name_nodes(proto.graph)
     widen_constants(proto.graph)
     proto = infer_model(proto)
-    sizes, graph = choose_sizes(proto.graph), assume_sizes(view_model(proto))
+    graph = view_model(proto)
+    sizes, graph = choose_sizes(graph), assume_sizes(graph)
 
     def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
         return check_graph(changed, book, settings, opset=version)

@@ -3,14 +3,15 @@
 For inputs with open dimensions, work is counted at assumed sizes, which the report names (`choose_sizes`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 import msgspec
 import onnx
 
-from edgekit.errors import UsageError
+from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import Graph, Node, Value, infer_graph
+from edgekit.graph.inference import refuse_empty_windows
 from edgekit.model.model import read_inputs
 from edgekit.prepare.shapes import fix_dims, formula_names
 
@@ -131,16 +132,17 @@ _SAMPLES, _SIDE, _LENGTH = 1, 224, 128
 _PICTURE_RANK, _STATE_RANK = 4, 3
 
 
-def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
+def choose_sizes(graph: Graph) -> dict[str, int]:
     """Returns an assumed size for each open dimension of the inputs, by its name or as `INPUT:AXIS`.
 
-    It is 1 for the batch, also in the state [layers, batch, width] of a recurrent network, 224 for the sides of images,
-    and 128 for every other length. For a dimension that is a formula, the names in it get a size.
+    It is the size that a weight demands, if one does; else 1 for the batch, also in the state [layers, batch, width] of
+    a recurrent network, 224 for the sides of images, and 128 for every other length, which a first dimension is too if
+    windows slide along it. For a dimension that is a formula, the names in it get a size.
     """
     sizes: dict[str, int] = {}
     # Dimensions that are a single name come before names that occur in formulas only.
     for is_formula in (False, True):
-        for spec in read_inputs(graph):
+        for spec in read_inputs(graph.proto):
             axes, rank = spec.name_axes(), len(spec.shape or ())
             side = _SIDE if rank >= _PICTURE_RANK and len(axes.keys() - {0}) > 1 else _LENGTH
             # [1, length, width] is one sample of a sequence.
@@ -149,7 +151,75 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
                 names = formula_names(text)
                 for name in (sorted(names) or [text]) if bool(names) == is_formula else ():
                     sizes.setdefault(name, _SAMPLES if axis == batch and rank > 1 else side)
+    demanded = _find_demanded(graph) if sizes else {}
+    sizes = {name: demanded.get(name, size) for name, size in sizes.items()}
+    if _SAMPLES in sizes.values() and not _fits(graph, sizes):
+        # A first dimension that windows slide along is no batch.
+        longer = {name: _LENGTH if size == _SAMPLES else size for name, size in sizes.items()}
+        return longer if _fits(graph, longer) else sizes
     return sizes
+
+
+def _fits(graph: Graph, sizes: Mapping[str, int]) -> bool:
+    """Returns False if a window is larger than its input at these sizes."""
+    sized = onnx.ModelProto()
+    sized.CopyFrom(graph.model)
+    try:
+        fix_dims(sized.graph, sizes, may_stay_open=True)
+        refuse_empty_windows(sized)
+    # A size that no formula gives says nothing of windows.
+    except UsageError:
+        return True
+    except ModelError:
+        return False
+    return True
+
+
+def _find_demanded(graph: Graph) -> dict[str, int]:
+    """Returns the sizes that weights demand of dimensions, by name: MatMul of [n, width] by [80, 75] needs width=80."""
+    names = {
+        value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.proto.value_info, *graph.proto.input)
+    }
+    demanded: dict[str, int] = {}
+    for node in graph.nodes:
+        for position, axis, size in _demand(graph, node):
+            dims = names.get(node.given(position), [])
+            if -len(dims) <= axis < len(dims) and dims[axis]:
+                demanded.setdefault(dims[axis], size)
+    return demanded
+
+
+def _demand(graph: Graph, node: Node) -> Iterator[tuple[int, int, int]]:
+    """Yields the input, the axis and the size that it must have there, by the shape of another input."""
+    shapes = [graph.value(name).shape if name else None for name in node.input]
+    weight = shapes[1] if len(shapes) > 1 else None
+    if weight is None:
+        return
+    wanted: list[tuple[int, int, int | None]] = []
+    match node.op_type, len(weight):
+        case "MatMul", 2:
+            wanted = [(0, -1, weight[0])]
+        case "Gemm", 2:
+            wanted = [(0, 0 if node.integer("transA", 0) else 1, weight[node.integer("transB", 0)])]
+        case "Conv", rank if rank > 1:
+            wanted = [(0, 1, weight[1] and weight[1] * node.integer("group", 1))]
+        case (("ConvTranspose" | "BatchNormalization" | "InstanceNormalization"), rank) if rank:
+            wanted = [(0, 1, weight[0])]
+        case (("LSTM" | "GRU" | "RNN"), 3):
+            wanted = [(0, 2, weight[2])]
+        case (("LayerNormalization" | "Add" | "Sub" | "Mul" | "Div" | "PRelu"), _):
+            # Only a constant says what is not broadcast: a computed tensor may itself depend on the open dimension.
+            wanted = [
+                (1 - at, axis - len(shape), size)
+                for at, shape in enumerate(shapes[:2])
+                if shape and node.input[at] in graph.constants
+                for axis, size in enumerate(shape)
+            ]
+        case _:
+            pass
+    # An entry of size 1 is broadcast.
+    yield from ((at, axis, size) for at, axis, size in wanted if size is not None and size > 1)
 
 
 def assume_sizes(graph: Graph) -> Graph:
@@ -157,7 +227,7 @@ def assume_sizes(graph: Graph) -> Graph:
 
     The same graph is returned if no input has an open dimension, or if a formula of dimensions has no value then.
     """
-    sizes = choose_sizes(graph.proto)
+    sizes = choose_sizes(graph)
     if not sizes or any(value.counted for value in graph.values.values()):
         return graph
     sized = onnx.ModelProto()

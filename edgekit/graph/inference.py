@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
+from edgekit.errors import ModelError
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, is_small, list_constants
 from edgekit.graph.contrib import restore_contrib, substitute_contrib
 from edgekit.model.model import copy_without_weights, iterate_graphs, iterate_nodes, refill
@@ -97,6 +98,95 @@ def _round_pools(model: onnx.ModelProto) -> bool:
     return True
 
 
+# The size that onnx infers behind a window larger than what it slides over is negative. For such an input the inference
+# of Slice (onnx 1.23, and the copy in ONNX Runtime) fails an assertion of std::clamp, which ends the process.
+_WINDOWS = frozenset({"AveragePool", "Conv", "ConvInteger", "LpPool", "MaxPool", "QLinearConv"})
+_UNSLICED = "edgekit.unsliced"
+# Each pass shows the slices whose input the one before has sized; more are made by hostile files only.
+_MOST_PASSES = 16
+
+
+def _may_be_empty(model: onnx.ModelProto) -> bool:
+    """Returns True if a graph has a window that may find no place to stand, even once."""
+    # Large weights are inputs while a model is inferred.
+    stored = _read_sizes(model)
+    for node in iterate_nodes(model.graph):
+        if node.op_type not in _WINDOWS or node.domain not in MAIN_DOMAINS:
+            continue
+        given = {each.name: list(each.ints) for each in node.attribute}
+        weight = "".join(node.input[3:4] if node.op_type == "QLinearConv" else node.input[1:2])
+        kernel = given.get("kernel_shape") or stored.get(weight, [])[2:]
+        rank, pads = len(kernel), given.get("pads", [])
+        for axis, size in enumerate(kernel):
+            dilation, stride = (given.get(key, [1] * rank)[axis : axis + 1] or [1] for key in ("dilations", "strides"))
+            padding = sum(pads[axis::rank]) if len(pads) == 2 * rank else 0
+            # The division by the stride rounds towards zero, so that a window must lack two steps.
+            if (size - 1) * dilation[0] + 1 - padding >= 2 * stride[0]:
+                return True
+    return False
+
+
+def _infer_past_windows(light: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model with inferred shapes; a Slice of something of negative size has none."""
+    hidden = [node for node in iterate_nodes(light.graph) if node.op_type == "Slice" and node.domain in MAIN_DOMAINS]
+    if not hidden:
+        return _infer(light)
+    if all(each.domain != _UNSLICED for each in light.opset_import):
+        light.opset_import.append(onnx.OperatorSetIdProto(domain=_UNSLICED, version=1))
+    for node in hidden:
+        node.domain = _UNSLICED
+    inferred = _infer(light)
+    for _ in range(_MOST_PASSES):
+        sizes = _read_sizes(inferred)
+        shown = [node for node in hidden if min(sizes.get(node.input[0], (-1,)), default=0) >= 0]
+        if not shown:
+            break
+        for node in shown:
+            node.domain = ""
+        hidden = [node for node in hidden if node.domain]
+        inferred = _infer(light)
+    if not hidden or _find_negative(inferred) is not None:
+        return inferred
+    # What no pass can size is not negative either.
+    for node in hidden:
+        node.domain = ""
+    return _infer(light)
+
+
+def _read_sizes(model: onnx.ModelProto) -> dict[str, list[int]]:
+    """Returns the dimensions of each tensor whose rank is known, 0 for one without a number."""
+    found = {
+        value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for graph in iterate_graphs(model.graph)
+        for value in (*graph.value_info, *graph.input, *graph.output)
+        if value.type.tensor_type.HasField("shape")
+    }
+    stored = (tensor for graph in iterate_graphs(model.graph) for tensor in graph.initializer)
+    return found | {tensor.name: list(tensor.dims) for tensor in stored}
+
+
+def _find_negative(inferred: onnx.ModelProto) -> tuple[onnx.NodeProto, list[int]] | None:
+    """Returns the first node with an output of negative size, and this output's shape; None if there is none."""
+    sizes = _read_sizes(inferred)
+    for node in iterate_nodes(inferred.graph):
+        for name in node.output:
+            if min(sizes.get(name, ()), default=0) < 0:
+                return node, sizes[name]
+    return None
+
+
+def refuse_empty_windows(model: onnx.ModelProto) -> None:
+    """Checks that every window finds a place to stand: ONNX Runtime may end the process on a model where one does not.
+
+    Raises:
+        ModelError: a window is larger than what it slides over.
+    """
+    if _may_be_empty(model) and (found := _find_negative(infer_model(model))) is not None:
+        node, shape = found
+        words = f"node '{node.name or node.output[0]}' ({node.op_type}) would make a tensor of shape {shape}"
+        raise ModelError(f"{words}: an input is too small for this network", hint="give larger sizes: --dim NAME=INT")
+
+
 def has_long_vector(model: onnx.ModelProto) -> bool:
     """Returns True if a vector has so many elements that data propagation would take too long."""
     return any(
@@ -143,11 +233,12 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
         if node.op_type == "STFT" and all(each.name != "onesided" for each in node.attribute):
             node.attribute.append(helper.make_attribute("onesided", 1))
     substituted = substitute_contrib(light)
+    infer = _infer_past_windows if (windows := _may_be_empty(light)) else _infer
     rounded, hidden = _round_pools(light), hide_untyped(light)
-    inferred = _infer(light)
+    inferred = infer(light)
     if hidden and show_typed(light, inferred):
-        inferred = _infer(light)
-    if substituted or rounded or hidden:
+        inferred = infer(light)
+    if substituted or rounded or hidden or windows:
         restore_contrib(inferred, proto)
     if len(light.opset_import) != len(proto.opset_import):
         refill(inferred.opset_import, proto.opset_import)

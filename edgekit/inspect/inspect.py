@@ -161,7 +161,7 @@ def inspect_model(
         parameters=sum(math.prod(tensor.dims) for tensor in weights),
         weight_bytes=dict(sorted(weight_bytes.items())),
         macs=sum(count_macs(each, node) for each in graph.iterate() for node in each.nodes),
-        counted_at=choose_sizes(graph.proto),
+        counted_at=choose_sizes(graph),
         unsized_nodes=count_unsized(graph),
         activation_bytes=_peak_activation_bytes(graph),
         is_quantized=bool(form := models.find_quantized_form(proto)),

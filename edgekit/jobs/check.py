@@ -121,9 +121,9 @@ def check_targets(
             unchanged = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refused_by = _prepare(source, work, recipe, observe=observe)
-        sizes, sized, assumed = choose_sizes(skim_model(prepared.path).graph), None, dict[str, int]()
+        graph, sized, assumed = read_graph(prepared), None, dict[str, int]()
         # The same for all targets.
-        traced, graph = trace_model(source, prepared, recipe.dims), assume_sizes(read_graph(prepared))
+        traced, sizes, graph = trace_model(source, prepared, recipe.dims), choose_sizes(graph), assume_sizes(graph)
         for target in targets:
             progress(f"check {target.name}")
             report = add_model_nodes(check_model(prepared, target), traced)

@@ -22,7 +22,7 @@ from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit._ort import Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
 from edgekit.graph.constants import read_array, write_dense
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.graph.inference import infer_model
+from edgekit.graph.inference import infer_model, refuse_empty_windows
 from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.model import model as models
@@ -314,7 +314,7 @@ def prepare_model(
 
     Raises:
         UsageError: a dimension, output or input that does not exist, or a dynamic dimension that got no number.
-        ModelError: the opset cannot be changed.
+        ModelError: the opset cannot be changed, or an input is too small for a window.
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
@@ -322,7 +322,7 @@ def prepare_model(
     proto, folder = _read_graph(model), model.path.parent
     _clean_interface(proto, outputs, constants)
     if not (folds_first := bool(constants) or _has_branches(proto)):
-        fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
+        _size(proto, dims, may_stay_open=may_stay_open)
     origin, given, chosen = _copy_texts(proto), models.list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
@@ -330,7 +330,7 @@ def prepare_model(
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
         if folds_first:
-            fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
+            _size(proto, dims, may_stay_open=may_stay_open)
         proto = optimize_basic(_split_fused(convert_opset(proto, chosen)), model, temporary, folder)
         keep_inputs(proto, inputs)
         # A session that optimizes the graph again computes constants of the same names, on which ONNX Runtime 1.31
@@ -340,6 +340,12 @@ def prepare_model(
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
     return models.load_model(out, custom_ops=model.custom_ops)
+
+
+def _size(proto: onnx.ModelProto, dims: Mapping[str, int], *, may_stay_open: bool) -> None:
+    """Fixes dimensions in place, at sizes that the network can work with."""
+    fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
+    refuse_empty_windows(proto)
 
 
 def _has_branches(proto: onnx.ModelProto) -> bool:
@@ -374,7 +380,7 @@ def sketch_model(
 
     Raises:
         UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
-        ModelError: the opset cannot be changed.
+        ModelError: the opset cannot be changed, or an input is too small for a window.
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
@@ -382,7 +388,7 @@ def sketch_model(
     if _has_branches(proto):
         return prepare_model(model, out, dims, may_stay_open=may_stay_open)
     _clean_interface(proto, (), {})
-    fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
+    _size(proto, dims, may_stay_open=may_stay_open)
     origin, chosen = _copy_texts(proto), choose_opset(proto, None)
     lower_ir_version(proto, chosen)
     return _write_sketch(proto, model, out, origin, chosen, splits=True)

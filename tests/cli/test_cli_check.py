@@ -377,6 +377,33 @@ def test_sizes_that_do_not_fit_the_model_are_not_assumed(command: Command, answe
     assert document["assumed"] == {}
 
 
+# For each weight, its shape; the axis of an open dimension W beside it has only one size.
+DEMANDING = {
+    "MatMul": ("[N,W]", "y = MatMul(x, w)", (40, 8)),
+    "Gemm": ("[N,W]", "y = Gemm<transB = 1>(x, w)", (8, 40)),
+    "Conv": ("[N,W,32,32]", "y = Conv(x, w)", (8, 40, 1, 1)),
+    "GRU": ("[T,N,W]", "y, h = GRU<hidden_size = 8>(x, w, r)", (1, 24, 40)),
+    "moved": ("[N,T,W]", "t = Transpose<perm = [1, 0, 2]>(x) u = Relu(t) y = MatMul(u, w)", (40, 8)),
+    "Mul": ("[N,W,3]", "y = Mul(w, x)", (40, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", DEMANDING)
+def test_a_size_that_a_weight_demands_is_assumed(kind: str, command: Command, answer: Answer) -> None:
+    dims, body, shape = DEMANDING[kind]
+    weights = {"w": np.ones(shape, np.float32)} | ({"r": np.ones((1, 24, 8), np.float32)} if kind == "GRU" else {})
+    document = answer(command(f"(float{dims} x) => (float y) {{ {body} }}", "qnn", **weights), 1)
+    assert document["assumed"]["W"] == 40
+    assert document["targets"]["qnn"]["built"]["verdict"] == "yes"
+
+
+def test_a_first_dimension_that_windows_slide_along_is_no_batch(command: Command, answer: Answer) -> None:
+    text = "(float[T,20] x) => (float y) { u = Unsqueeze(x, f) c = Conv(u, w) y = Slice(c, z, t, t) }"
+    weights = {"w": np.ones((2, 1, 7, 3), np.float32), "f": np.array([0, 1]), "z": np.array([0]), "t": np.array([2])}
+    document = answer(command(text, "qnn", **weights), 1)
+    assert (document["assumed"], document["targets"]["qnn"]["built"]["verdict"]) == ({"T": 128}, "yes")
+
+
 def test_assumed_sizes_are_halved_until_they_fit_the_models_positions(command: Command, answer: Answer) -> None:
     text = """(float[N,L,4] x) => (float[N,L,4] y)
         { f = Shape<start = 1, end = 2>(x) p = Slice(t, z, f) y = Add(x, p) }"""

@@ -8,7 +8,9 @@ import onnx
 import pytest
 from fixture_types import present
 from onnx import TensorProto, helper, numpy_helper, parser
+from tiny_models import save_net
 
+from edgekit.errors import ModelError
 from edgekit.graph.constants import lift_constants, list_constants
 from edgekit.graph.graph import Graph, view_model, view_part
 from edgekit.graph.inference import infer_model
@@ -16,6 +18,7 @@ from edgekit.graph.match import list_moved
 from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array
+from edgekit.prepare.clean import prepare_model
 from edgekit.verify.layers.matching import sort_nodes
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
@@ -320,3 +323,31 @@ def test_numbers_that_choose_rows_of_a_table_are_no_pixels() -> None:
       { c = Cast<to = 7>(x) y = Gather(table, c) }""".replace("ZEROS", ",".join(["0.0"] * 600))
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
     assert takes_raw_pixels(view_model(model), "x")
+
+
+# A window larger than its input, for which onnx infers a negative size: the inference of Slice ends the process on it.
+_SMALL = "e = Conv(x, w) d = Slice(e, zero, two, two)"
+_BEHIND = "b = Slice(x, zero, three, two) e = Conv(b, w) d = Slice(e, zero, two, two)"
+
+
+@pytest.mark.parametrize(("body", "rows"), [(_SMALL, 3), (_BEHIND, 30), ("b = Slice(x, zero, two, zero) " + _SMALL, 3)])
+def test_a_slice_of_a_negative_size_ends_no_process(body: str, rows: int, tmp_path: Path) -> None:
+    model = save_net(
+        f"(float[1,1,{rows},8] x) => (float[a,b,c,d] y) {{ {body} y = Relu(d) }}", tmp_path / "m.onnx",
+        w=np.ones((2, 1, 7, 3), np.float32), zero=np.array([0]), two=np.array([2]), three=np.array([3]),
+    )  # fmt: skip
+    proto = onnx.load(model.path)
+    assert list(infer_model(proto).graph.node) == list(proto.graph.node)
+    with pytest.raises(ModelError, match=r"\(Conv\) would make a tensor of shape \[1, 2, -3, 6\]"):
+        prepare_model(model, tmp_path / "p.onnx")
+
+
+def test_slices_behind_windows_that_fit_are_inferred(tmp_path: Path) -> None:
+    model = save_net(
+        """(float[1,1,30,8] x) => (float[a,b,c,d] y) {
+            b = Slice(x, zero, nine, two) e = Conv(b, w) y = Slice(e, zero, two, two) }""",
+        tmp_path / "m.onnx", w=np.ones((2, 1, 7, 3), np.float32), zero=np.array([0]), two=np.array([2]),
+        nine=np.array([9]),
+    )  # fmt: skip
+    found = view_model(infer_model(onnx.load(model.path)))
+    assert (found.value("e").shape, found.value("y").shape) == ((1, 2, 3, 6), (1, 2, 2, 6))
