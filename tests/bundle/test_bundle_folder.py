@@ -149,25 +149,14 @@ def test_a_path_in_a_bundle_has_at_most_sixteen_folders_and_512_bytes() -> None:
     assert "too long" in (find_fault("b" * 256) or "")
 
 
-def replace_by_link(path: Path) -> None:
-    """By one to a file that may lie there unlisted."""
-    path.rename(path.with_name("verify.json"))
-    path.symlink_to("verify.json")
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Returns what puts something in the place of a file, which becomes one that may lie there unlisted."""
 
+    def change(path: Path) -> None:
+        path.rename(path.with_name("verify.json"))
+        make(path)
 
-def replace_by_lost_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nothing")
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+    return change
 
 
 ALTERATIONS: dict[str, Callable[[Path], object]] = {
@@ -175,10 +164,10 @@ ALTERATIONS: dict[str, Callable[[Path], object]] = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
     "emptied": lambda path: path.write_bytes(b""),
     "gone": lambda path: path.unlink(),
-    "a link": replace_by_link,
-    "a link to nothing": replace_by_lost_link,
-    "a pipe": replace_by_pipe,
-    "a folder": replace_by_folder,
+    "a link": instead(lambda path: path.symlink_to("verify.json")),
+    "a link to nothing": instead(lambda path: path.symlink_to("nothing")),
+    "a pipe": instead(os.mkfifo),
+    "a folder": instead(Path.mkdir),
 }
 
 

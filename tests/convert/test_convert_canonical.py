@@ -174,40 +174,31 @@ def test_a_table_with_an_unknown_slot_is_refused(tmp_path: Path, monkeypatch: py
     assert not is_canonical(raw)
 
 
-def lose_name(graph: Record) -> Record:
-    return {**graph, "nodes": [{**records(graph, "nodes")[0], "name": b""}, *records(graph, "nodes")[1:]]}
+def change_weights(graph: Record, change: Callable[[bytes], bytes]) -> Record:
+    data = [bytes(cast("memoryview", tensor["raw_data"])) for tensor in records(graph, "initializers")]
+    pairs = zip(records(graph, "initializers"), data, strict=True)
+    return {**graph, "initializers": [{**tensor, "raw_data": memoryview(change(held))} for tensor, held in pairs]}
 
 
-def lose_node(graph: Record) -> Record:
-    return {**graph, "nodes": records(graph, "nodes")[:-1]}
+LOSSES: dict[str, Callable[[Record], Record]] = {
+    "name": lambda it: {**it, "nodes": [{**records(it, "nodes")[0], "name": b""}, *records(it, "nodes")[1:]]},
+    "node": lambda it: {**it, "nodes": records(it, "nodes")[:-1]},
+    "field": lambda it: {name: value for name, value in it.items() if name != "outputs"},
+    "byte": lambda it: change_weights(it, lambda data: data[:-1] + b"?"),
+    "weight": lambda it: change_weights(it, lambda _: b""),
+}
 
 
-def lose_field(graph: Record) -> Record:
-    return {name: value for name, value in graph.items() if name != "outputs"}
-
-
-def lose_byte(graph: Record) -> Record:
-    def change(tensor: Record) -> Record:
-        return {**tensor, "raw_data": memoryview(bytes(cast("memoryview", tensor["raw_data"]))[:-1] + b"?")}
-
-    return {**graph, "initializers": [change(tensor) for tensor in records(graph, "initializers")]}
-
-
-def lose_weight(graph: Record) -> Record:
-    tensors = records(graph, "initializers")
-    return {**graph, "initializers": [{**tensor, "raw_data": memoryview(b"")} for tensor in tensors]}
-
-
-@pytest.mark.parametrize("lose", [lose_name, lose_node, lose_field, lose_byte, lose_weight])
+@pytest.mark.parametrize("lost", LOSSES)
 def test_a_writer_that_loses_something_is_caught_and_the_file_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Record], Record]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     raw = write_raw(make_float(tmp_path / "m.onnx").path, tmp_path / "raw.ort", {})
     before, write = raw.read_bytes(), tables.write_tables
 
     def write_less(root: Record, out: Path) -> None:
         model = table(root, "model")
-        write({**root, "model": {**model, "graph": lose(table(model, "graph"))}}, out)
+        write({**root, "model": {**model, "graph": LOSSES[lost](table(model, "graph"))}}, out)
 
     monkeypatch.setattr(tables, "write_tables", write_less)
     with pytest.raises(ModelError, match="changed while it was put in order"):

@@ -41,19 +41,15 @@ ROW: list[Tensors] = [{"x": np.zeros((1, 4, 8, 8), np.float32)}]
 DONE = {**REPORT, "latency_ms": [1]}
 
 
-def echo_model(path: Path) -> Path:
-    """An Identity for each hostile name, whose node, input and output bear it."""
+def hostile_job(path: Path, target: str) -> Job:
+    """The job of a model with an Identity for each hostile name, whose node, input and output bear it."""
     inputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in NAMES]
     outputs = [helper.make_tensor_value_info(f"out {name}", onnx.TensorProto.FLOAT, [1]) for name in NAMES]
     nodes = [helper.make_node("Identity", [name], [f"out {name}"], name) for name in NAMES]
     graph = helper.make_graph(nodes, "; touch pwned", inputs, outputs)
     onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)]), str(path))
-    return path
-
-
-def hostile_job(path: Path, target: str) -> Job:
     sample: Tensors = {name: np.array([index], np.float32) for index, name in enumerate(NAMES)}
-    return make_job(echo_model(path), target, [sample], precision="fp32")
+    return make_job(path, target, [sample], precision="fp32")
 
 
 @pytest.mark.parametrize("device", TARGETS)

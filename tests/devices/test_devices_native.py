@@ -209,18 +209,14 @@ def test_the_sources_compile_for_android() -> None:
     headers = Path("/usr/aarch64-linux-gnu/include")
     if run_process(["sh", "-c", "command -v clang++"], timeout_s=20).status or not headers.is_dir():
         pytest.skip("clang or the Arm headers are not here: apt-get install clang g++-aarch64-linux-gnu")
-    includes = [f"-isystem{folder}" for folder in (*_libstdcxx(headers), headers)]
+    newest = max((headers / "c++").iterdir(), key=lambda folder: int(folder.name))
+    includes = [f"-isystem{folder}" for folder in (newest, newest / "aarch64-linux-gnu", headers)]
     sources = [f"-include{path}" for path in sorted((Path(__file__).parents[2] / "tools/runner/src").glob("*.cpp"))]
     flags = ["--target=aarch64-linux-android29", "-std=c++17", "-fsyntax-only", "-nostdinc++", "-nostdlibinc"]
     done = run_process(
         ["clang++", *flags, "-Wall", "-Wextra", "-Werror", *includes, *sources, "-xc++", "/dev/null"], timeout_s=300
     )
     assert done.succeeded, done.stderr
-
-
-def _libstdcxx(headers: Path) -> list[Path]:
-    newest = max((headers / "c++").iterdir(), key=lambda folder: int(folder.name))
-    return [newest, newest / "aarch64-linux-gnu"]
 
 
 def run_plugin(job: Job, work: Path) -> DeviceRun:

@@ -101,7 +101,8 @@ def test_what_a_command_prints_has_a_row_with_its_next_step(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(work)
-    rows = [re.compile(f"{_as_pattern(each.text)} \\(.*") for each in list_messages() if each.kind]
+    texts = [re.escape(each.text).replace("…", ".+") for each in list_messages() if each.kind]
+    rows = [re.compile(f"{text} \\(.*") for text in texts]
     for line in (
         "check missing.onnx",
         "build model.onnx --data missing.npz --target nnapi --out out",
@@ -118,10 +119,6 @@ def test_what_a_command_prints_has_a_row_with_its_next_step(
         assert run_command(line.split()) == 2, line
         printed = capsys.readouterr().err.splitlines()[-1].removeprefix("edgekit: error: ")
         assert any(row.fullmatch(printed) for row in rows), line
-
-
-def _as_pattern(text: str) -> str:
-    return re.escape(text).replace("…", ".+")
 
 
 def test_a_message_and_its_next_step_are_read_from_the_source() -> None:

@@ -12,7 +12,7 @@ from prepare_models import CASES, Spelling, assert_same, make_model, op_names, r
 from edgekit.check.check import check_model
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
-from edgekit.model.model import Model, iterate_tensors, load_model, save_proto
+from edgekit.model.model import iterate_tensors, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.fix import FIXES, REQUIRED_REWRITES, REWRITES, TARGET_REWRITES, fix_model
 from edgekit.target import load_target
@@ -21,9 +21,8 @@ from edgekit.target import load_target
 @pytest.mark.parametrize("id_", [id_ for id_, case in CASES.items() if case.pattern])
 def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str) -> None:
     case = CASES[id_]
-    model = make_model(case.pattern, tmp_path / "m.onnx", opset=case.opset)
-    if id_ == "trailing-inputs":
-        model = _with_empty_input(model)
+    edit = (lambda proto: proto.graph.node[0].input.append("")) if id_ == "trailing-inputs" else None
+    model = make_model(case.pattern, tmp_path / "m.onnx", opset=case.opset, edit=edit)
     fixed = fix_model(model, tmp_path / "out.onnx", [id_])
     assert [(fix.id, len(fix.nodes)) for fix in fixed.fixes] == [(id_, case.sites)]
     # onnx does not know what ONNX Runtime has in ONNX's own domain.
@@ -102,12 +101,6 @@ def test_a_node_may_have_the_name_of_its_output(id_: str, text: str, tmp_path: P
     assert_same(tmp_path, fixed, 1e-6)
 
 
-def _with_empty_input(model: Model) -> Model:
-    proto = onnx.load(str(model.path))
-    proto.graph.node[0].input.append("")
-    return save_proto(proto, model.path)
-
-
 @pytest.mark.parametrize("id_", [id_ for id_, case in CASES.items() if case.stays])
 def test_what_only_looks_like_it_stays(tmp_path: Path, id_: str) -> None:
     assert rewrite(tmp_path, CASES[id_].stays, id_, opset=CASES[id_].opset).fixes == ()
@@ -128,9 +121,8 @@ def test_before_padding_a_conv_takes_up_the_scale_alone(tmp_path: Path, pads: st
 def test_an_lstm_may_return_its_last_state_alone(tmp_path: Path, steps: int, direction: str) -> None:
     text = f"""g (float[{steps},2,4] x, float[1,8,4] w, float[1,8,2] r) => (float[1,2,2] h)
         {{ y, h = LSTM<hidden_size=2, direction="{direction}">(x, w, r) }}"""
-    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx").path))
-    proto.graph.node[0].output[0] = ""
-    fixed = fix_model(save_proto(proto, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["split-lstm"])
+    model = make_model(text, tmp_path / "m.onnx", edit=lambda proto: proto.graph.node[0].output.__setitem__(0, ""))
+    fixed = fix_model(model, tmp_path / "out.onnx", ["split-lstm"])
     assert op_names(fixed.model.path).count("Tanh") == 2 * steps
     assert_same(tmp_path, fixed, 1e-6, seeds=range(4))
 
@@ -282,12 +274,11 @@ def test_what_helps_some_targets_only_is_not_done_unasked(tmp_path: Path) -> Non
 
 
 def test_an_invalid_node_is_refused_before_any_rewrite(tmp_path: Path) -> None:
-    model = make_model(CASES["plain-gemm"].pattern, tmp_path / "m.onnx")
-    proto = onnx.load(str(model.path))
-    del proto.graph.node[0].input[:]
-    onnx.save(proto, str(model.path))
+    def forget(proto: onnx.ModelProto) -> None:
+        del proto.graph.node[0].input[:]
+
     with pytest.raises(ModelError, match="has 0 inputs, the operator takes 2 to 3"):
-        load_model(model.path)
+        make_model(CASES["plain-gemm"].pattern, tmp_path / "m.onnx", edit=forget)
 
 
 @pytest.mark.parametrize("id_", [id_ for id_, case in CASES.items() if case.contradicts])

@@ -326,18 +326,14 @@ def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Pre
 _SETTINGS = SessionSettings()
 
 
-def _product(rows: int) -> onnx.ModelProto:
-    text = f"""<ir_version: 8, opset_import: ["" : 17]>
-      g (float[{rows},1000] x, float[1000,1000] w) => (float[{rows},1000] y) {{ y = MatMul(x, w) }}"""
-    return parser.parse_model(text)
-
-
 @pytest.mark.parametrize(
     ("rows", "samples", "runs"),
     [(3_000, 32, 322), (5_000, 8, 193), (5_000, 120, 240), (50_000, 8, 48), (50_000, 32, 64), (50_000, 999, 256)],
 )
 def test_what_a_run_takes_and_how_many_samples_there_are_bound_the_runs(rows: int, samples: int, runs: int) -> None:
-    effort = find_effort(view_model(_product(rows), Path()), samples)
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+      g (float[{rows},1000] x, float[1000,1000] w) => (float[{rows},1000] y) {{ y = MatMul(x, w) }}"""
+    effort = find_effort(view_model(parser.parse_model(text), Path()), samples)
     assert (effort.runs, effort.work) == (runs, rows * 1_000_000 + 32 * rows * 1_000)
     assert effort.is_short == (runs > 256)
 

@@ -65,11 +65,6 @@ def test_what_is_compared_for_an_output(text: str, columns: int, points: list[st
     assert {(each.part, each.family) for each in found} == {(None, "")}
 
 
-def parts_of(folder: Path, text: str) -> list[tuple[str, tuple[int, int, int] | None]]:
-    graph = read_float_graph(make_model(f"g {text}", folder / "m.onnx"))
-    return [(point.tensor, point.part) for point in find_compared_tensors(graph)]
-
-
 TWO = "(float[1,4,50] a, float[1,2,50] b)"
 LEVELS = "=> (float[1,6,70] y) { e = Concat<axis=1>(a, b) f = Concat<axis=1>(c, d) y = Concat<axis=2>(e, f) }"
 
@@ -98,7 +93,8 @@ LEVELS = "=> (float[1,6,70] y) { e = Concat<axis=1>(a, b) f = Concat<axis=1>(c, 
 )
 def test_a_concat_is_judged_by_part(tmp_path: Path, text: str, parts: list[tuple[int, int, int] | None] | int) -> None:
     eight = [(1, 8 * index, 8 * index + 8) for index in range(8)]
-    assert [part for _, part in parts_of(tmp_path, text)] == (eight if parts == 8 else parts)
+    found = find_compared_tensors(read_float_graph(make_model(f"g {text}", tmp_path / "m.onnx")))
+    assert [point.part for point in found] == (eight if parts == 8 else parts)
 
 
 def test_the_loss_of_a_part_leaves_out_the_other_parts() -> None:

@@ -473,13 +473,12 @@ def test_the_tail_of_an_input_is_cut_where_it_saturates(tmp_path: Path, loudest:
         assert plan.judged[0].sqnr_db > plan.judged[1].sqnr_db + 3
 
 
-def draw_classifier(folder: Path) -> tuple[Model, Samples]:
-    """A small CNN, whose plan comes nearer than 30 dB."""
-    model = conv_net(folder)
-    return model, random_samples(model, count=24)
-
-
-DRAWN = {"reader": draw_reader, "encoder": draw_encoder, "classifier": draw_classifier}
+DRAWN: dict[str, Callable[[Path], tuple[Model, Samples]]] = {
+    "reader": draw_reader,
+    "encoder": draw_encoder,
+    # A small CNN, whose plan comes nearer than 30 dB.
+    "classifier": lambda folder: (model := conv_net(folder), random_samples(model, count=24)),
+}
 
 
 # test_quantize_families.py holds the plans of nets that stock quantization ruins to a higher limit.

@@ -39,7 +39,7 @@ from edgekit.quantize.gptq import (
     weight_scale,
 )
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.graph.layers import Layer, locate_patches, read_layers
+from edgekit.quantize.graph.layers import locate_patches, read_layers
 from edgekit.quantize.mixed_precision.candidates import choose_ranges
 from edgekit.quantize.rounding import Rounder, round_qdq_weights
 
@@ -421,11 +421,6 @@ CASES = {
 }
 
 
-def layer_outputs(layer: Layer, patches: Array, weight: Array) -> Array:
-    rows = patches.reshape(len(patches), layer.groups, layer.inputs)
-    return np.asarray(np.einsum("goi,ngi->ngo", layer.to_matrix(weight), rows)).reshape(len(patches), -1)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Path) -> None:
     op, weight_shape, shape = CASES[case]
@@ -440,7 +435,8 @@ def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Pa
     expected = CpuSession(model.path, SessionSettings()).run({"x": value})["y"]
     if layer.op in {"Conv", "ConvTranspose"}:
         expected = np.moveaxis(expected, 1, -1)
-    found = layer_outputs(layer, where.cut(value), weight)
+    rows = where.cut(value).reshape(-1, layer.groups, layer.inputs)
+    found = np.einsum("goi,ngi->ngo", layer.to_matrix(weight), rows)
     assert np.allclose(found, expected.reshape(found.shape), atol=1e-5)
     assert np.array_equal(layer.from_matrix(layer.to_matrix(weight), weight.shape), weight)
 

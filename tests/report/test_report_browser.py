@@ -21,7 +21,7 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.cli.main import run_command
 from edgekit.data.data_check import ALIKE
-from edgekit.data.samples import Samples
+from edgekit.data.samples import list_samples
 from edgekit.evidence import Evidence
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
@@ -164,7 +164,7 @@ def test_a_page_of_a_large_build_stays_small_and_complete(browser: Browser) -> N
     many = replace(_full(), runs=runs, layers=LAYERS * 40)
     bundles = tuple(replace(_build().bundles[0], target=f"t{index}", verify=many) for index in range(4))
     noise = np.random.default_rng(0).integers(0, 255, size=(8, 1, 224, 224, 3)).astype(np.uint8)
-    inputs = Samples(source="noise", count=8, read=lambda: ({"image": image} for image in noise))
+    inputs = list_samples([{"image": image} for image in noise], "noise")
     pictures = draw_worst(inputs, many)
     assert [picture.sample for picture in pictures] == list(range(6))
     assert pictures[0].caption == "sample 0: y0 on a; y0 on b; y0 on c"
@@ -261,14 +261,10 @@ def test_the_sample_numbers_are_those_of_the_samples_that_ran() -> None:
     assert replace(GOOD, samples=4).find_places(16) == (0, 8, 4, 12)
 
 
-def _stream(rows: np.ndarray) -> Samples:
-    return Samples(source="rows", count=len(rows), read=lambda: ({"y": row[None]} for row in rows))
-
-
 def test_the_answers_of_the_worst_sample_and_what_became_what() -> None:
     wanted = np.array([[0.1, 0.9, 0.0], [0.8, 0.1, 0.1], [0.7, 0.2, 0.1]], np.float32)
     got = np.array([[0.1, 0.8, 0.1], [0.2, 0.1, 0.7], [0.2, 0.1, 0.7]], np.float32)
-    one, other = (_stream(rows) for rows in (wanted, got))
+    one, other = (list_samples([{"y": row[None]} for row in rows], "rows") for rows in (wanted, got))
     (output,) = compare_outputs(one, other)
     assert describe_answers(output) == ": float class 0 (0.8), here class 2 (0.7)"
     assert [(change.wanted, change.got, change.samples) for change in output.changes] == [(0, 2, 2)]

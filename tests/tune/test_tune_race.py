@@ -154,16 +154,12 @@ def test_the_pareto_front_has_no_dominated_setting() -> None:
 
 
 def test_measurements_are_summed_up_by_medians() -> None:
-    journal = Journal(iter_measured([1.0, 9.0, 2.0]), 60.0)
+    times = iter([1.0, 9.0, 2.0])
+    journal = Journal(lambda _: Measurement(median_ms=next(times), pace_ms=1.0), 60.0)
     for _ in range(3):
         journal.take(entrants("a"))
     one = summarize_rounds(journal.rounds)["a"]
     assert (one.median_ms, one.measurements) == (2.0, 3)
-
-
-def iter_measured(times: Sequence[float]) -> Callable[[Entrant], Measurement]:
-    left = iter(times)
-    return lambda _: Measurement(median_ms=next(left), pace_ms=1.0)
 
 
 def test_outputs_beyond_the_limit_are_reported() -> None:

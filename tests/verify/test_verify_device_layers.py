@@ -181,19 +181,14 @@ def test_four_samples_are_run_however_many_there_are(models: tuple[Model, Model]
     assert counts == [4, 4]
 
 
-def negate_last_input(proto: onnx.ModelProto, layer: str) -> None:
-    """Turns the sign of the last input of one layer, its weights or what it reads."""
-    for node in proto.graph.node:
-        if node.name == layer:
-            proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))
-            node.input[-1] = "edgekit.turned"
-
-
 @pytest.mark.parametrize("layer", ["conv0", "conv3", "flatten"])
 @FORMS
 def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: Path, layer: str, form: int) -> None:
     def change(proto: onnx.ModelProto) -> None:
-        negate_last_input(proto, layer)
+        """Turns the sign of the last input of one layer, its weights or what it reads."""
+        for node in (node for node in proto.graph.node if node.name == layer):
+            proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))
+            node.input[-1] = "edgekit.turned"
 
     device, work = Altering(device=InProcess(), change=change), tmp_path / "made" / "for it"
     located = locate_on_device(device, job_of(models[form]), work)

@@ -15,7 +15,7 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_outputs
 from edgekit.data.samples import Samples, order_for_runs
 from edgekit.jobs.build import build
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import load_model
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import DISABLED
@@ -25,17 +25,13 @@ from edgekit.verify.own_model import _is_near, _limit_here, choose_settings, fin
 from edgekit.verify.run import verify_bundle
 
 
-def save_model(path: Path) -> Model:
-    """Two outputs that grow with the first input, and hardly move within the range that is calibrated."""
-    text = "(float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 0.5, 0.01, -0.01}> { [mul] y = MatMul(x, w) }"
-    return save_net(text, path)
-
-
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle that was calibrated with inputs below 1."""
     folder = tmp_path_factory.mktemp("clipping")
-    save_model(folder / "line.onnx")
+    # Two outputs that grow with the first input, and hardly move within the range that is calibrated.
+    text = "(float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 0.5, 0.01, -0.01}> { [mul] y = MatMul(x, w) }"
+    save_net(text, folder / "line.onnx")
     np.savez(folder / "data.npz", x=np.random.default_rng(0).uniform(-1, 1, size=(32, 1, 2)).astype(np.float32))
     data, recipe = Data(source=str(folder / "data.npz")), Recipe(targets=("nnapi",))
     build(folder / "line.onnx", data, folder / "out", recipe, verify=False)
