@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgekit.data.wilson import Z95
+from edgekit.data.intervals import Z95
 from edgekit.devices.device import DeviceState
 
 _Item = TypeVar("_Item")

@@ -9,30 +9,32 @@ from statistics import median
 
 import msgspec
 
-from edgekit._files import work_folder
+from edgekit._files import work_folder, write_file
 from edgekit._ort import CPU_PROVIDER, Level, SessionSettings, optimize_graph
 from edgekit.bench.bench import ROUNDS, Block, Effort, guess_time, run_block
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject, open_subject
-from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.checks import check_requests
+from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest import MachineClass, TunedSession, TuningEvidence
+from edgekit.bundle.manifest import MachineClass, TunedSession, TuningEvidence, encode_json
+from edgekit.bundle.multi import INDEX
+from edgekit.bundle.sign import SIGNATURE
 from edgekit.convert.ort_form import describe_level
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class, set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.find import DeviceChoice, address_of, is_remote
 from edgekit.devices.observe import count_nodes
-from edgekit.errors import EdgekitError
+from edgekit.errors import BundleError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.serialize import fill
 from edgekit.tune import race
-from edgekit.tune.files import apply_setting, has_branches, open_files, require_bundle
 from edgekit.tune.race import Decision, Entrant, Measurement
-from edgekit.tune.space import BATCHES, LEVELS, Circumstances, Goal, Group, list_groups
+from edgekit.tune.space import BATCHES, LEVELS, Circumstances, Goal, Group, has_branches, list_groups, open_files
 
 
 class TriedSetting(race.Figures, frozen=True, kw_only=True):
@@ -359,6 +361,43 @@ def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
         ),
     )
     return msgspec.structs.replace(found, applied=done)
+
+
+def require_bundle(path: Path) -> None:
+    """Checks, before anything is measured, that a setting can be written into `path`.
+
+    Raises:
+        BundleError: it is no folder with a manifest, or a part of a folder of several targets.
+    """
+    if not path.is_dir():
+        raise BundleError(f"--apply writes into a bundle, and '{path}' is none", hint="build one, or leave --apply out")
+    # The index holds the digest of each manifest: changing one would break the whole folder.
+    index = next((parent / INDEX for parent in path.resolve().parents[:2] if (parent / INDEX).is_file()), None)
+    if index is not None:
+        words = f"'{path}' belongs to '{index}'"
+        raise BundleError(words, hint="tune the bundle before you join it: edgekit join comes after")
+
+
+def apply_setting(path: Path, tuned: TunedSession) -> str:
+    """Writes a setting into a bundle's manifest, in place of one for the same kind of machine; says what was written.
+
+    Raises:
+        BundleError: the bundle is incomplete, or has a setting that a bundle may not request.
+        OutputError: the folder cannot be written.
+    """
+    bundle = open_bundle(path)
+    others = [one for one in bundle.manifest.tuned or () if one.machine != tuned.machine]
+    # More specific classes first, because the first one that matches is used.
+    ordered = sorted((*others, tuned), key=lambda one: (one.machine.system, one.machine.machine, -one.machine.cores))
+    manifest, source = msgspec.structs.replace(bundle.manifest, tuned=tuple(ordered)), path / MANIFEST
+    check_requests(manifest, str(source))
+    signed = (path / SIGNATURE).exists()
+    # The signature is removed first: if edgekit is interrupted here, the bundle is unsigned but intact, and never
+    # carries a signature of other content.
+    (path / SIGNATURE).unlink(missing_ok=True)
+    write_file(source, encode_json(manifest))
+    unsigned = "; its signature was of the bundle before and is gone: edgekit sign signs it again"
+    return f"'{source}'" + (unsigned if signed else "")
 
 
 # To count its nodes, the graph of each level is written to a file: too slow for gigabytes of weights.

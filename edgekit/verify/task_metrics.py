@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edgekit.data.intervals import bootstrap_pairs, interval_of_pairs
 from edgekit.data.samples import Samples, load_function
 from edgekit.data.sets import Boxes, Label, LabelKind
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, look_up, quote_error, reraised
@@ -27,7 +28,6 @@ from edgekit.quantize.accuracy.loss import spell_answer
 from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.agreement import count_edits
-from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, MAX_CLASSES, count_classes, decibels, mean_iou
 from edgekit.verify.task_scores import TaskReport, Unit
 

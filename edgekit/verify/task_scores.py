@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit.bundle.golden import Golden, read_classes, read_outputs
+from edgekit.data.intervals import describe_enough, find_enough, find_enough_pairs, interval_of_pairs, wilson_interval
 from edgekit.data.samples import Samples
-from edgekit.data.wilson import wilson_interval
 from edgekit.errors import DataError, EdgekitError
 from edgekit.evidence import Judgement, join_judgements
 from edgekit.model.tensors import Array, ranks_classes
 from edgekit.target import TaskLimit
-from edgekit.verify.metrics.intervals import describe_enough, find_enough, find_enough_pairs, interval_of_pairs
 
 Unit = Literal["share", "dB", "value"]
 

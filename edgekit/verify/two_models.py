@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -106,25 +107,26 @@ def compare_models(
         cast = {name: named[name].astype(dtypes[name]) for name in floats if dtypes[name].kind == "f"}
         return {**named, **cast}
 
-    def compare(found: Samples) -> ModelComparison:
-        adapted = map_samples(found, adapt, source=found.source)
+    with work_folder() as work:
+        facts: dict[str, Any] = {}
+        if on is None:
+            found = run_unoptimized(b, both)
+        else:
+            device, target = on
+            job = open_job(b, target, map_samples(both, lambda sample: adapt_sample(sample, b)))
+            run = device.run_job(job, work / "run")
+            found, facts = run.outputs, {"device": device.name, "failure": run.failure}
+            facts["located"] = find_device_layer(device, job, work / "layers") if layers else None
+        adapted = keep_small(map_samples(found, adapt, source=found.source))
         return ModelComparison(
             a=a.name,
             b=b.name,
             samples=samples.count,
-            outputs=_compare_outputs(a, b, wanted, keep_small(adapted), outputs),
+            outputs=_compare_outputs(a, b, wanted, adapted, outputs),
             layers=compare_layers(a, b, both) if layers and on is None else (),
             renamed={**inputs, **outputs},
+            **facts,
         )
-
-    if on is None:
-        return compare(run_unoptimized(b, both))
-    device, target = on
-    with work_folder() as work:
-        job = open_job(b, target, map_samples(both, lambda sample: adapt_sample(sample, b)))
-        run = device.run_job(job, work / "run")
-        located = find_device_layer(device, job, work / "layers") if layers else None
-        return msgspec.structs.replace(compare(run.outputs), device=device.name, failure=run.failure, located=located)
 
 
 def _compare_outputs(

@@ -40,7 +40,7 @@ from edgekit.jobs.build import build
 from edgekit.package.package import package_bundles
 from edgekit.package.variant import Extra, parse_extras
 from edgekit.recipe import Data, Recipe
-from edgekit.tune.files import apply_setting
+from edgekit.tune.tune import apply_setting
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from edgekit.bundle.manifest import MachineClass, SessionSetting
 from edgekit.errors import OutputError, UsageError
 from edgekit.package.package import package_bundles
 from edgekit.package.variant import Identity
-from edgekit.tune.files import apply_setting
+from edgekit.tune.tune import apply_setting
 
 pytestmark = pytest.mark.slow
 

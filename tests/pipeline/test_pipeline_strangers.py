@@ -10,8 +10,8 @@ import pytest
 from devices_models import require_device
 from stranger_models import STRANGERS, write_stranger
 
+from edgekit.data.intervals import Z95
 from edgekit.data.samples import load_samples
-from edgekit.data.wilson import Z95
 from edgekit.model.model import Model, load_model
 from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model, quantize_model

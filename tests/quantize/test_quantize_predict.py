@@ -11,9 +11,9 @@ from fixture_types import present
 from quantize_models import make_model, make_samples, predicted
 
 from edgekit._ort import CpuSession, SessionSettings
+from edgekit.data.intervals import wilson_interval
 from edgekit.data.samples import Samples
 from edgekit.data.sets import Label
-from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
 from edgekit.model.outputs import OutputKind, Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors

@@ -28,9 +28,9 @@ from edgekit.evidence import Evidence
 from edgekit.profile.events import read_trace
 from edgekit.report.timing import draw_front, render_tuning
 from edgekit.target import load_target
-from edgekit.tune.files import apply_setting, has_branches, require_bundle
 from edgekit.tune.race import Entrant
-from edgekit.tune.tune import TriedSetting, TuneReport
+from edgekit.tune.space import has_branches
+from edgekit.tune.tune import TriedSetting, TuneReport, apply_setting, require_bundle
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tiny_models import save_net
 from verify_devices import InProcess, from_list, restate
 
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.data.wilson import wilson_interval
+from edgekit.data.intervals import wilson_interval
 from edgekit.jobs.build import build
 from edgekit.model.outputs import Column, ListColumns, Reading
 from edgekit.model.tensors import Array, Tensors

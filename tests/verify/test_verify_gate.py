@@ -13,18 +13,18 @@ import pytest
 from fixture_types import present
 from msgspec.structs import replace
 
-from edgekit.data.wilson import wilson_interval
-from edgekit.evidence import Judgement
-from edgekit.model.tensors import Array
-from edgekit.target import TaskLimit, Thresholds
-from edgekit.verify.metrics.intervals import (
+from edgekit.data.intervals import (
     bootstrap_pairs,
     describe_enough,
     find_enough,
     find_enough_hits,
     find_enough_pairs,
     interval_of_pairs,
+    wilson_interval,
 )
+from edgekit.evidence import Judgement
+from edgekit.model.tensors import Array
+from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport, format_near, weigh_output
 from edgekit.verify.task_scores import (
     Accuracy,

@@ -9,15 +9,15 @@ from fixture_types import present
 from msgspec.structs import replace
 from verify_devices import breaking_after, from_list
 
-from edgekit.data.wilson import wilson_interval
+from edgekit.data.intervals import bootstrap_share, wilson_interval
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.target import Thresholds
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
 from edgekit.verify.metrics.outputs import ClassChange, OutputReport, weigh_output
+from edgekit.verify.metrics.tensor_metrics import bootstrap_sqnr
 from edgekit.verify.run_report import RunReport
 
 

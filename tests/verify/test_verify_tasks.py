@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from verify_devices import from_list
 
 from edgekit.bundle.golden import make_golden
+from edgekit.data.intervals import interval_of_pairs
 from edgekit.data.samples import Samples
 from edgekit.data.sets import FOLDERS, Boxes, Label, read_task_labels
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Tensors
 from edgekit.target import TaskLimit
-from edgekit.verify.metrics.intervals import interval_of_pairs
 from edgekit.verify.task_metrics import measure_task, prepare_auc, prepare_map, read_detections
 from edgekit.verify.task_scores import TaskReport, check_class_labels, describe_difference, judge_task, measure_accuracy
 

@@ -42,7 +42,7 @@ LEAST_KILLED = 0.85
 TESTS = {
     "verify/metrics/tensor_metrics.py": "metrics",
     "verify/task_scores.py": "gate tasks own_model",
-    "verify/metrics/intervals.py": "metrics gate",
+    "data/intervals.py": "verify/metrics verify/gate",
     "verify/metrics/outputs.py": "metrics gate agreement",
     "verify/metrics/agreement.py": "agreement metrics",
     "verify/metrics/fidelity.py": "honesty",

@@ -23,8 +23,8 @@ from quantize_zoo import int8_targets, read_scored
 from row_state import list_options, resume_rows
 from zoo_tasks import TASKS, ZooTask, load_task, require_zoo, write_calibration
 
+from edgekit.data.intervals import Z95
 from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
-from edgekit.data.wilson import Z95
 from edgekit.errors import EdgekitError
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model

@@ -35,8 +35,8 @@ from zoo_tasks import TASKS, ZooTask, load_task, require_zoo, write_calibration
 
 from edgekit._files import digest_bytes, digest_file, write_file
 from edgekit._ort import CpuSession, SessionSettings
+from edgekit.data.intervals import Z95
 from edgekit.data.samples import Samples, fit_sample, load_samples
-from edgekit.data.wilson import Z95
 from edgekit.errors import EdgekitError
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import Model, load_model

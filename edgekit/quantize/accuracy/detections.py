@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from edgekit.data.wilson import Z95
+from edgekit.data.intervals import Z95
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.head_search import Detector

@@ -19,7 +19,7 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from edgekit.data.wilson import Z95, wilson_interval
+from edgekit.data.intervals import Z95, wilson_interval
 from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.output_kinds import IMAGE_CHANNELS, read_decisions, read_probabilities

@@ -13,7 +13,7 @@ from edgekit._files import copy_file
 from edgekit.check.check import check_model
 from edgekit.check.macs import count_macs
 from edgekit.check.report import CheckReport
-from edgekit.data.wilson import wilson_interval
+from edgekit.data.intervals import wilson_interval
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing

@@ -36,24 +36,8 @@ _MOST_CAUSES = 3
 _ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
 
 
-def find_causes(
-    pairs: Sequence[tuple[Array, Array]], a: Graph, b: Graph, results: Sequence[str], *, scaled: bool
-) -> Iterator[str]:
-    """Yields at most three causes why a layer of `b` gives the second of each pair, and not the first.
-
-    `results` name what the layer's nodes compute; `scaled` means that the channels of weights are scaled in `b`.
-    """
-    change = describe_pairs(pairs)
-    found = [f"its result {change}"] if change else []
-    nodes = {node.name: node for node in a.nodes if node.name}
-    for node in dict.fromkeys(b.producers[name] for name in results):
-        other = nodes.get(node.name)
-        if other is not None and node.op_type not in _ROUNDING:
-            found.extend(_compare_nodes(other, node, a, b, scaled=scaled))
-    yield from found[:_MOST_CAUSES]
-
-
 def _compare_nodes(wanted: Node, node: Node, a: Graph, b: Graph, *, scaled: bool) -> Iterator[str]:
+    """Yields how a node of `b` differs from that of `a`, its weights only if their channels are not `scaled` in `b`."""
     if node.op_type != wanted.op_type:
         yield f"its operator is {node.op_type}, in the reference {wanted.op_type}"
         return
@@ -291,7 +275,10 @@ class _Comparison:
         return wanted, found, reference, of_b.run({**given_b, **feed})
 
     def explain(self, layer: LayerReport, samples: Samples) -> tuple[str, ...]:
-        """Returns the causes of a layer that stands out; only what it needs is computed again, for a few samples."""
+        """Returns at most three causes why a layer stands out: how its result, its nodes and its weights differ.
+
+        Only what it needs is computed again, for a few samples.
+        """
         region = self._regions[layer.tensor]
         part = _Comparison(*self._models, {layer.tensor, *region.reads})
         item = next(item for item in self._matched if item.tensor == layer.tensor)
@@ -300,12 +287,39 @@ class _Comparison:
             *_, reference, own = part._run(sample)
             wanted = reference[item.in_a]
             pairs.append((wanted if grid is None else grid.round_values(wanted), own[item.in_b]))
-        scaled = any(each.raw_b in self._scaling for each in part._matched)
-        return tuple(find_causes(pairs, *self._graphs, region.results, scaled=scaled))
+        scaled, (a, b) = any(each.raw_b in self._scaling for each in part._matched), self._graphs
+        causes = [f"its result {change}"] if (change := describe_pairs(pairs)) else []
+        nodes = {node.name: node for node in a.nodes if node.name}
+        for node in dict.fromkeys(b.producers[name] for name in region.results):
+            other = nodes.get(node.name)
+            if other is not None and node.op_type not in _ROUNDING:
+                causes.extend(_compare_nodes(other, node, a, b, scaled=scaled))
+        return tuple(causes[:_MOST_CAUSES])
 
     def report(self) -> tuple[LayerReport, ...]:
         """Returns every tensor that was compared, in the order of computation."""
-        return tuple(self._report(item) for item in self._matched if self._errors)
+        reports: list[LayerReport] = []
+        for item in self._matched if self._errors else ():
+            region, errors = self._regions[item.tensor], self._errors[item.tensor]
+            grid, moved = self._grids.get(item.in_b), grids.add_steps(each.steps for each in errors)
+            reach, size = max(each.reach for each in errors), max(each.size for each in errors)
+            is_unknown = grid is None and item.in_b in self._grids
+            allowed = grids.allow_rounding(region.arithmetic, reach)
+            step = 0.0 if moved is None or is_unknown else moved.find_step(grid, allowed)
+            layer = report_layer(item.layer, item.op, item.tensor, errors, step)
+            rounding = None
+            if moved is not None and layer.offset_steps is not None:
+                rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * size, _SIGMAS)
+            layer = msgspec.structs.replace(
+                layer,
+                arithmetic=region.arithmetic,
+                roundings=region.roundings,
+                jumps=region.jumps,
+                overflows=region.arithmetic == "half" and reach > HALF_MAX,
+                rounding_steps=rounding,
+            )
+            reports.append(layer)
+        return tuple(reports)
 
     def _scale(self, values: Tensors, sign: int = 1) -> dict[str, Array]:
         """Returns A's tensors by name, with their channels scaled as B's are; with `sign` -1, scaled back."""
@@ -332,26 +346,6 @@ class _Comparison:
             of_a = matching.open_part(a, in_a, in_a, {item.tensor for item in kept if item.in_a != item.tensor})
         in_b = {name: (item.tensor, found[item.in_b].dtype) for item in kept for name in item.copies_in_b}
         return of_a, matching.open_part(b, in_b, in_b, {item.raw_b for item in kept if item.in_b != item.raw_b})
-
-    def _report(self, item: matching.MatchedTensor) -> LayerReport:
-        region, errors = self._regions[item.tensor], self._errors[item.tensor]
-        grid, moved = self._grids.get(item.in_b), grids.add_steps(each.steps for each in errors)
-        reach, size = max(each.reach for each in errors), max(each.size for each in errors)
-        is_unknown = grid is None and item.in_b in self._grids
-        allowed = grids.allow_rounding(region.arithmetic, reach)
-        step = 0.0 if moved is None or is_unknown else moved.find_step(grid, allowed)
-        layer = report_layer(item.layer, item.op, item.tensor, errors, step)
-        rounding = None
-        if moved is not None and layer.offset_steps is not None:
-            rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * size, _SIGMAS)
-        return msgspec.structs.replace(
-            layer,
-            arithmetic=region.arithmetic,
-            roundings=region.roundings,
-            jumps=region.jumps,
-            overflows=region.arithmetic == "half" and reach > HALF_MAX,
-            rounding_steps=rounding,
-        )
 
 
 def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, ...]:

@@ -25,14 +25,13 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
+from edgekit.data.intervals import bootstrap_share, span_95, wilson_interval
 from edgekit.data.samples import Samples
-from edgekit.data.wilson import wilson_interval
 from edgekit.errors import EdgekitError
 from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.accuracy.loss import find_blank, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_decisions, says_yes_or_no
-from edgekit.verify.metrics.intervals import bootstrap_share, span_95
 from edgekit.verify.metrics.tensor_metrics import energy_of
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

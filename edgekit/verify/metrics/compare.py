@@ -10,8 +10,8 @@ import numpy as np
 
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_inputs, read_outputs
+from edgekit.data.intervals import wilson_interval
 from edgekit.data.samples import Samples, select_samples, spread_indices
-from edgekit.data.wilson import wilson_interval
 from edgekit.errors import EdgekitError
 from edgekit.model.outputs import Reading
 from edgekit.model.state import find_fed_back
@@ -21,7 +21,6 @@ from edgekit.quantize.accuracy.heads import overlap_boxes
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_decisions, says_yes_or_no
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import measure_agreement, sum_shares
-from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import Answers, OutputReport, count_changes, find_answers
 from edgekit.verify.metrics.tensor_metrics import SampleErrors
 
@@ -199,7 +198,7 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         relative_error=metrics.relative_error(errors),
         cosine=metrics.cosine(errors),
         sqnr_db=metrics.sqnr_db(errors),
-        sqnr_interval_db=bootstrap_sqnr(errors),
+        sqnr_interval_db=metrics.bootstrap_sqnr(errors),
         psnr_db=metrics.psnr_db(errors),
         top1_agreement=sum(top1) / len(top1) if top1 else None,
         top1_interval=wilson_interval(sum(top1), len(top1)) if top1 else None,

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection
 import msgspec
 import numpy as np
 
+from edgekit.data.intervals import bootstrap_share
 from edgekit.data.samples import Samples
 from edgekit.model.tensors import Array, is_numeric
 from edgekit.verify.metrics.compare import read_first
-from edgekit.verify.metrics.intervals import bootstrap_share
 from edgekit.verify.metrics.tensor_metrics import Floats, decibels, energy_of, sketch_samples
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72

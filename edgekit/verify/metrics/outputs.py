@@ -11,12 +11,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from edgekit.data.intervals import describe_enough, find_enough, find_enough_hits
 from edgekit.evidence import Judgement
 from edgekit.model.outputs import OutputKind
 from edgekit.model.tensors import Array
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.agreement import SHARED, Agreement, Of
-from edgekit.verify.metrics.intervals import describe_enough, find_enough, find_enough_hits
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
 
 _MOST_CHANGES = 20

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edgekit.data.intervals import draw_sums, span_95
 from edgekit.model.tensors import Array, is_numeric
 
 # The logarithm of zero is no number; this is e^-28.
@@ -334,6 +335,20 @@ def sqnr_db(samples: Sequence[SampleErrors]) -> float:
     `DB_LIMIT`; no error at all is the limit, an error on a reference of zeros is minus the limit.
     """
     return decibels(sum(sample.reference_energy for sample in samples), sum(sample.error_energy for sample in samples))
+
+
+def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | None:
+    """Returns the interval of the SQNR in dB by the percentile bootstrap over samples (Efron 1979), seeded.
+
+    None for a single sample, which says nothing about the spread.
+    """
+    if len(samples) < 2:
+        return None
+    signal, noise = draw_sums(np.array([(one.reference_energy, one.error_energy) for one in samples])).T
+    # Draws without noise have an infinite SQNR, draws of zeros have none: both are set to the limit.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = 10.0 * np.log10(signal / noise)
+    return span_95(np.nan_to_num(values, nan=DB_LIMIT, posinf=DB_LIMIT, neginf=-DB_LIMIT).clip(-DB_LIMIT, DB_LIMIT))
 
 
 def psnr_db(samples: Sequence[SampleErrors]) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekit.data.wilson import Z95, wilson_interval
-from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
+Z95 = 1.959963984540054
+"""95 % of a normal distribution lie within this many standard deviations of the mean."""
 
 # What Efron and Tibshirani (1993) recommend for percentile intervals; many samples cost more and need fewer draws.
 _RESAMPLES = 1000
@@ -17,27 +17,29 @@ _RESAMPLES = 1000
 _MOST_SAMPLES = 10_000_000
 
 
-def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | None:
-    """Returns the interval of the SQNR in dB by the percentile bootstrap over samples (Efron 1979), seeded.
+def wilson_interval(hits: int, total: int) -> tuple[float, float]:
+    """Returns the interval of a share of hits by Wilson's score method (E. B. Wilson, JASA 22, 1927).
 
-    None for a single sample, which says nothing about the spread.
+    Unlike the normal approximation it stays within 0 and 1, and is not empty when all samples hit.
     """
-    if len(samples) < 2:
-        return None
-    signal, noise = _draw_sums(np.array([(one.reference_energy, one.error_energy) for one in samples])).T
-    # Draws without noise have an infinite SQNR, draws of zeros have none: both are set to the limit.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values = 10.0 * np.log10(signal / noise)
-    return span_95(np.nan_to_num(values, nan=DB_LIMIT, posinf=DB_LIMIT, neginf=-DB_LIMIT).clip(-DB_LIMIT, DB_LIMIT))
+    if total == 0:
+        return 0.0, 1.0
+    share, z2 = hits / total, Z95 * Z95
+    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def bootstrap_share(parts: npt.NDArray[Any]) -> tuple[float, tuple[float, float] | None]:
-    """Returns the sum of the first column over the sum of the second, and its bootstrap interval as above."""
+    """Returns the sum of the first column over that of the second, and its interval by the percentile bootstrap.
+
+    The bootstrap (Efron 1979) is seeded. The interval is None for a single sample, which says nothing about the spread.
+    """
     share = float(_divide(parts.sum(axis=0)))
-    return share, None if len(parts) < 2 else span_95(_divide(_draw_sums(parts)))
+    return share, None if len(parts) < 2 else span_95(_divide(draw_sums(parts)))
 
 
-def _draw_sums(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def draw_sums(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns bootstrap sums: each over as many rows as there are, drawn with replacement."""
     rounds = min(_RESAMPLES, 100 + 200_000 // len(rows))
     drawn = np.random.default_rng(0).integers(0, len(rows), (rounds, len(rows)))
