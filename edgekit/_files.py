@@ -1,7 +1,11 @@
-"""Writes files and folders whole or not at all, and computes digests; no other module writes files."""
+"""Writes files and folders whole or not at all, and computes digests; no other module writes files.
+
+It also knows the folder that edgekit keeps for the user.
+"""
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -32,6 +36,13 @@ AnyPath = str | os.PathLike[str]
 """A path as users of the Python API write it."""
 
 
+def cache_folder() -> Path:
+    """Returns `$EDGEKIT_CACHE`, or `edgekit` below `$XDG_CACHE_HOME` or `~/.cache`."""
+    if folder := os.environ.get("EDGEKIT_CACHE", ""):
+        return Path(folder).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache").absolute() / "edgekit"
+
+
 def as_path(given: AnyPath) -> Path:
     """Returns a path that a user of the Python API gave.
 
@@ -54,6 +65,24 @@ def digest_file(path: Path) -> str:
 def digest_bytes(data: bytes) -> str:
     """Returns the sha256 of some bytes in hex."""
     return hashlib.sha256(data).hexdigest()
+
+
+def digest_files(files: Mapping[str, Path]) -> str:
+    """Returns the sha256 of a set of files: of their names, contents and executable bits."""
+    lines = [f"{digest_unchanged(path)} {int(os.access(path, os.X_OK))} {name}" for name, path in sorted(files.items())]
+    return digest_bytes("\n".join(lines).encode())
+
+
+def digest_unchanged(path: Path) -> str:
+    """Returns the sha256 of a file; it is read again only if its size or one of its times has changed."""
+    facts = path.stat()
+    # The ctime also reveals a change after which a program reset the modification time.
+    return _digest_known(path, (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns))
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_known(path: Path, facts: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the key
+    return digest_file(path)
 
 
 def measure_content(source: Path | bytes) -> int:

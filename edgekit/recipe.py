@@ -10,9 +10,8 @@ from edgekit._files import AnyPath, as_path
 from edgekit._ort import CPU_PROVIDER
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, look_up
-from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import OutputKind, StatedOutput, TensorSpec
 from edgekit.serialize import name_valid, read_toml, ready_type
 from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_group, load_target
 

@@ -14,7 +14,7 @@ from edgekit._proc import run_process
 from edgekit.app.result import CellResult
 from edgekit.bench.history import PastBench
 from edgekit.evidence import Evidence
-from edgekit.model.outputs import ListColumns
+from edgekit.model.tensors import ListColumns
 from edgekit.quantize.plan import QuantPlan
 from edgekit.serialize import fill, to_builtins, to_json
 from edgekit.verify.history import PastRun

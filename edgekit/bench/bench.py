@@ -20,9 +20,9 @@ from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue,
 from edgekit.devices.find import DeviceChoice, address_of, choose_devices, kind_of
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each
-from edgekit.devices.process.files import list_model_files
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.model.model import list_model_files
 from edgekit.model.tensors import Tensors
 from edgekit.progress import Progress, say_nothing
 

@@ -20,9 +20,8 @@ from edgekit.data.images import Preprocess
 from edgekit.data.samples import Samples
 from edgekit.errors import BundleError
 from edgekit.model.model import Model, read_proto
-from edgekit.model.outputs import ListColumns, Reading
 from edgekit.model.state import State
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import ListColumns, Reading, TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
 from edgekit.serialize import fill, ready_type
 from edgekit.target import Form, Precision, Target

@@ -18,9 +18,8 @@ from edgekit.data.padding import Padding
 from edgekit.errors import BundleError, quote_error
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
-from edgekit.model.outputs import ListColumns, Reading
 from edgekit.model.state import State, find_fault
-from edgekit.model.tensors import Tensors, TensorSpec
+from edgekit.model.tensors import ListColumns, Reading, Tensors, TensorSpec
 from edgekit.recipe import Licence
 from edgekit.serialize import ready_type
 from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification

@@ -304,58 +304,31 @@ _BLOCKED = "ONNX Runtime wrote it as it optimized the model for the CPU of one P
 
 ADVISERS: tuple[Adviser, ...] = (
     *(
-        Adviser(
-            id_,
-            "automatic",
-            message,
-            partial(_find_rewrite, REWRITES[id_]),
-            # The fix gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886,
-            # 32298).
-            always=id_ == leave_out_empty_inputs.id,
-        )
+        # Without empty inputs no node is gained, but an empty scales tensor makes XNNPACK abort the process (issues
+        # 23826, 23886, 32298).
+        Adviser(id_, "automatic", message, partial(_find_rewrite, REWRITES[id_]), id_ == leave_out_empty_inputs.id)
         for id_, message in ADVICE.items()
     ),
-    Adviser(
-        "fix-dims", "automatic", "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them", _find_dims
-    ),
-    Adviser(
-        "opset",
-        "automatic",
-        f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}",
-        _find_opset,
-    ),
-    Adviser(
-        "use-float",
-        "manual",
-        "give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
-        _find_float,
-    ),
+    Adviser("fix-dims", "automatic",
+            "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them", _find_dims),
+    Adviser("opset", "automatic",
+            f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}", _find_opset),
+    Adviser("use-float", "manual",
+            "give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
+            _find_float),
     Adviser("clip-bounds", "manual", "give {count} of Clip constant bounds", _find_bounds),
-    Adviser(
-        "freeze-input",
-        "manual",
-        "one input alone decides which branch of an If runs; make it a constant: --freeze {word}=NUMBER",
-        _find_choices,
-    ),
+    Adviser("freeze-input", "manual",
+            "one input alone decides which branch of an If runs; make it a constant: --freeze {word}=NUMBER",
+            _find_choices),
     Adviser("no-builder", "manual", "the provider has no {word}", _find_missing),
-    Adviser(
-        "cut-end",
-        "manual",
-        "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
-        partial(_find_cut, ends=True),
-    ),
-    Adviser(
-        "cut-start",
-        "manual",
-        "begin the model behind {count}, which the app then computes: edgekit prepare --inputs {word}",
-        partial(_find_cut, ends=False),
-    ),
-    Adviser(
-        "float-interface",
-        "manual",
-        "export '{word}' as float32: the provider takes no float64, nor a Cast from or to it",
-        _find_double,
-    ),
+    Adviser("cut-end", "manual",
+            "end the model before {count}, which the app then computes: edgekit prepare --outputs {word}",
+            partial(_find_cut, ends=True)),
+    Adviser("cut-start", "manual",
+            "begin the model behind {count}, which the app then computes: edgekit prepare --inputs {word}",
+            partial(_find_cut, ends=False)),
+    Adviser("float-interface", "manual",
+            "export '{word}' as float32: the provider takes no float64, nor a Cast from or to it", _find_double),
     Adviser("session-fails", "manual", "the session fails or is wrong because of it: {word}", _find_fatal, always=True),
-)
+)  # fmt: skip
 """All kinds of advice."""

@@ -17,7 +17,7 @@ from typing import Annotated, cast
 
 import msgspec
 
-from edgekit._files import digest_bytes, one_at_a_time
+from edgekit._files import cache_folder, digest_bytes, one_at_a_time
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished, run_process
 from edgekit.devices.android import android, installed
@@ -27,7 +27,6 @@ from edgekit.devices.local.arm64 import CPUS, install_arm64
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import ARCH_SOCS, UNITS, CoreMl, Host, QnnSimulator
 from edgekit.devices.local.provider import PROVIDERS, LocalProvider, is_accelerated, provider_devices
-from edgekit.devices.process.files import cache_folder
 from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
 from edgekit.errors import DeviceError, UsageError, require_known

@@ -21,11 +21,19 @@ from typing import IO
 
 import msgspec
 
-from edgekit._files import digest_file, one_at_a_time, read_kept, staged_folder, work_folder, write_file, write_new
+from edgekit._files import (
+    cache_folder,
+    digest_file,
+    one_at_a_time,
+    read_kept,
+    staged_folder,
+    work_folder,
+    write_file,
+    write_new,
+)
 from edgekit._proc import Finished, run_process
 from edgekit.app_runtime import NativeLibrary
-from edgekit.devices.local.runner import PROGRAM, SMALL, write_unit
-from edgekit.devices.process.files import cache_folder, digest_sources, find_sources
+from edgekit.devices.local.runner import PROGRAM, SMALL, digest_sources, find_sources, write_unit
 from edgekit.errors import DeviceError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress

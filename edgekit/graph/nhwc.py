@@ -87,17 +87,10 @@ def _order_after(graph: Graph, node: Node, orders: Mapping[str, Order], layers: 
     if op in _REDUCING and node.integer("keepdims", 1):
         return order
     if op in {*_REDUCING, "Squeeze", "Unsqueeze"}:
-        axes = _axes_of(graph, node, rank if op == "Unsqueeze" else len(order))
-        return None if axes is None else _insert(order, axes) if op == "Unsqueeze" else _drop(order, axes)
+        given = (node.integer("axis", 0),) if op in {"ArgMax", "ArgMin"} else reduced_axes(graph, node)
+        axes = [axis % (rank if op == "Unsqueeze" else len(order)) for axis in given or ()]
+        return None if given is None else _insert(order, axes) if op == "Unsqueeze" else _drop(order, axes)
     return None
-
-
-def _axes_of(graph: Graph, node: Node, rank: int) -> tuple[int, ...] | None:
-    """Returns the axes that a node removes or adds, None if they are computed or absent."""
-    if node.op_type in {"ArgMax", "ArgMin"}:
-        return (node.integer("axis", 0) % rank,)
-    axes = reduced_axes(graph, node)
-    return None if axes is None else tuple(axis % rank for axis in axes)
 
 
 def _drop(order: Order, axes: Sequence[int]) -> Order:

@@ -26,9 +26,8 @@ from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.jobs.check import gain_on_target, list_versions
 from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
-from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, StatedOutput, check_outputs
 from edgekit.prepare import ready_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
@@ -209,7 +208,7 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         fixed = ready_model(source, folder, dims, may_stay_open=not recipe.buckets and takes_any_size(job.targets))
     prepared = fixed.model
     buckets = prepare_buckets(source, prepared, dims, recipe.buckets, recipe.pad, folder)
-    outputs = check_outputs(recipe.outputs, prepared)
+    outputs = check_outputs(recipe.outputs, prepared.outputs, prepared.path.name)
     sequences = plan_sequences(source, recipe.state, prepared.inputs, prepared.outputs, folder)
     if buckets is not None:
         if sequences.state.steps > 1:

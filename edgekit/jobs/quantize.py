@@ -24,8 +24,8 @@ from edgekit.jobs.check import describe_share, gain_on_target
 from edgekit.jobs.forms import warn_of_fp16_loss
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
-from edgekit.model.outputs import check_outputs
 from edgekit.model.state import find_fed_back
+from edgekit.model.tensors import check_outputs
 from edgekit.prepare import ready_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import FixedModel
@@ -184,7 +184,8 @@ def _open_job(
         if gained := budget.attempt(f"rewrites for {target.name}", rewrite):
             fixed = FixedModel(model=gained[0].model, fixes=(*fixed.fixes, *gained[0].fixes))
             progress(gained[1])
-    graph, outputs = read_graph(fixed.model), check_outputs(recipe.outputs, fixed.model)
+    graph = read_graph(fixed.model)
+    outputs = check_outputs(recipe.outputs, fixed.model.outputs, fixed.model.path.name)
     if reason := explain_no_gain(graph, target, precision, partial(check_model, fixed.model, target)):
         progress(reason)
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)

@@ -156,6 +156,16 @@ def measure_files(path: Path) -> int:
     return sum((path.parent / name).stat().st_size for name in (path.name, *list_external(path)))
 
 
+def list_model_files(model: Path) -> dict[str, Path]:
+    """Returns the model file and its external data files, by their names relative to the model's folder.
+
+    Raises:
+        ModelError: the file is no model, or names a file that is missing or outside its folder.
+    """
+    external = list_external(model) if model.suffix == ".onnx" else ()
+    return {name: model.parent / name for name in (model.name, *external)}
+
+
 def list_external(path: Path) -> tuple[str, ...]:
     """Returns the external files of an ONNX model, relative to its folder and sorted, without reading them.
 

@@ -337,8 +337,7 @@ def prepare_model(
         # fails ("Attempt to replace the existing tensor").
         made = {tensor.name for tensor in proto.graph.initializer} - given
         models.rename_tensors(proto.graph, {name: f"{name}{_MADE}" for name in made})
-        _tidy(proto, origin)
-        _write(proto, model, temporary, out)
+        _write(proto, model, temporary, out, origin)
     return models.load_model(out, custom_ops=model.custom_ops)
 
 
@@ -425,8 +424,7 @@ def _write_sketch(
         proto = convert_opset(proto, opset)
         proto = optimize_basic(_split_fused(proto) if splits else proto, model, temporary, folder)
         put_weights(proto.graph, shells)
-        _tidy(proto, origin)
-        _write(proto, model, temporary, out)
+        _write(proto, model, temporary, out, origin)
     return models.load_model(out, custom_ops=model.custom_ops)
 
 
@@ -490,14 +488,15 @@ def _split_fused(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    name_nodes(proto.graph)
-    restore_metadata(proto, origin)
-    infer_outputs(proto)
-    sort_values(proto.graph)
-
-
-def _write(proto: onnx.ModelProto, model: models.Model, temporary: Path, out: Path) -> None:
+def _write(
+    proto: onnx.ModelProto, model: models.Model, temporary: Path, out: Path, origin: onnx.ModelProto | None = None
+) -> None:
+    """Writes the graph of a model; an optimized graph gets the texts of its `origin` again, and a fixed order."""
+    if origin is not None:
+        name_nodes(proto.graph)
+        restore_metadata(proto, origin)
+        infer_outputs(proto)
+        sort_values(proto.graph)
     if keeps_weights_on_disk(model) and model.size_bytes < _EXTERNAL_FROM_BYTES:
         write_inline(proto, temporary.parent, temporary)
         return

@@ -18,14 +18,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit._files import digest_bytes, read_kept, write_file
+from edgekit._files import cache_folder, digest_bytes, read_kept, write_file
 from edgekit._ort import VERSION, Level
 from edgekit.bench.latency import find_steady
 from edgekit.check.macs import count_macs
 from edgekit.data.samples import list_samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import cpu_target
-from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError, OutputError
 from edgekit.graph.graph import Graph
 from edgekit.machine import describe_machine

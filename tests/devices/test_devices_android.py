@@ -20,9 +20,8 @@ from edgekit.devices.android.android import NNAPI, XNNPACK
 from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_archive
 from edgekit.devices.android.nnapi.network import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices
-from edgekit.devices.local.runner import PROGRAM
+from edgekit.devices.local.runner import PROGRAM, find_sources
 from edgekit.devices.observe import observe_placement
-from edgekit.devices.process.files import find_sources
 from edgekit.devices.release import Compiler, Installed
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence

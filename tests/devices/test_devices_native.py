@@ -39,10 +39,9 @@ from edgekit.devices.local.runner import (
     find_runner,
     host_abi,
 )
-from edgekit.devices.process.files import list_model_files
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import BundleError, ModelError, UsageError
-from edgekit.model.model import load_model
+from edgekit.model.model import list_model_files, load_model
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow

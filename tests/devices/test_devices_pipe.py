@@ -27,11 +27,11 @@ from onnx import helper
 from other_machine.board import Board
 from other_machine.fixtures import Phone
 
+from edgekit._files import digest_files
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
 from edgekit.devices.local.host import Host, qnn_options
-from edgekit.devices.process.files import digest_files
 from edgekit.devices.process.run import ORT_RUNNER, REPLAY_SAVED, describe_job, run_program
 from edgekit.devices.remote.remote import SshDevice
 from edgekit.errors import DataError, DeviceError, TargetError, UsageError

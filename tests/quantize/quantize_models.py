@@ -13,8 +13,7 @@ from tiny_models import with_versions
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
-from edgekit.model.outputs import StatedOutput
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, StatedOutput, Tensors
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.graph.float_graph import read_float_graph

@@ -13,8 +13,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.data_check import check_samples
 from edgekit.model.external import ArrayFile, DataPlace, point_to
 from edgekit.model.model import Model
-from edgekit.model.outputs import StatedOutput
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, StatedOutput, Tensors
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_list

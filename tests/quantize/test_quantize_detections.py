@@ -7,8 +7,7 @@ from fixture_types import present
 from quantize_models import make_model, make_samples
 
 from edgekit.model.model import Model
-from edgekit.model.outputs import StatedOutput
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, StatedOutput, Tensors
 from edgekit.quantize.accuracy import heads
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head

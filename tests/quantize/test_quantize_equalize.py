@@ -16,8 +16,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph
 from edgekit.jobs.target_bundle import Strategy, change_plan
 from edgekit.model.model import Model, save_proto
-from edgekit.model.outputs import StatedOutput
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, StatedOutput
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.equalization.equalize import (
     balance_channels,

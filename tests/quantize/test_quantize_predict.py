@@ -15,8 +15,7 @@ from edgekit.data.intervals import wilson_interval
 from edgekit.data.samples import Samples
 from edgekit.data.sets import Label
 from edgekit.model.model import Model
-from edgekit.model.outputs import OutputKind, Reading, StatedOutput
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, OutputKind, Reading, StatedOutput, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER, find_probability, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, wanted_samples

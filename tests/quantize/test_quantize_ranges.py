@@ -15,9 +15,8 @@ from edgekit.data.samples import Samples
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import Model, load_model
-from edgekit.model.outputs import StatedOutput
 from edgekit.model.state import State
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, StatedOutput
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.calibrate import add_image_headroom

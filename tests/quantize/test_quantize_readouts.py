@@ -14,8 +14,7 @@ from test_quantize_ranges import as_samples, smooth_images
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
-from edgekit.model.outputs import MeasuredKind, OutputKind, Reading, StatedOutput, check_outputs
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, MeasuredKind, OutputKind, Reading, StatedOutput, Tensors, check_outputs
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
@@ -264,9 +263,9 @@ def test_a_false_kind_is_refused(tmp_path: Path, stated: dict[str, OutputKind | 
         "{ y = Mul(a, a)  s = Constant<value = int64[3] {1, 2, 3}>()  x = Reshape(a, s) }"
     )
     model = make_model(text, tmp_path / "m.onnx")
-    assert check_outputs({"y": "values"}, model) == {"y": StatedOutput(kind="values")}
+    assert check_outputs({"y": "values"}, model.outputs, "m.onnx") == {"y": StatedOutput(kind="values")}
     with pytest.raises(UsageError, match=message):
-        check_outputs(stated, model)
+        check_outputs(stated, model.outputs, "m.onnx")
 
 
 def test_a_recipe_holds_a_kind_or_a_kind_with_its_axis(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from verify_devices import InProcess, from_list, restate
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.data.intervals import wilson_interval
 from edgekit.jobs.build import build
-from edgekit.model.outputs import Column, ListColumns, Reading
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, Column, ListColumns, Reading, Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Thresholds

@@ -22,8 +22,7 @@ from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model, save_proto
-from edgekit.model.outputs import Reading
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, Reading
 from edgekit.quantize.equalization.pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.report.text import list_comparison_remarks

@@ -16,8 +16,7 @@ from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_output
 from edgekit.data.samples import Samples, order_for_runs
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
-from edgekit.model.outputs import Reading
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, Reading, Tensors
 from edgekit.prepare.constants import DISABLED
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Form

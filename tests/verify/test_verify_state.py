@@ -27,9 +27,8 @@ from edgekit.devices.find import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.jobs.build import build
 from edgekit.jobs.quantize import quantize_for
-from edgekit.model.outputs import Reading
 from edgekit.model.state import State, feed_back
-from edgekit.model.tensors import Tensors, TensorSpec
+from edgekit.model.tensors import Reading, Tensors, TensorSpec
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks, table_verify
 from edgekit.serialize import to_json

@@ -23,8 +23,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit._files import work_folder
-from edgekit.devices.process.files import cache_folder
+from edgekit._files import cache_folder, work_folder
 from edgekit.errors import EdgekitError
 from edgekit.forecasts.features import SOC, Traffic, compile_traffic, join_graph, measure_work
 from edgekit.forecasts.forecast import BITS

@@ -18,8 +18,7 @@ import fit
 import numpy as np
 import onnxruntime as ort
 
-from edgekit._files import work_folder
-from edgekit.devices.process.files import cache_folder
+from edgekit._files import cache_folder, work_folder
 from edgekit.errors import EdgekitError
 from edgekit.forecasts.features import join_graph, list_amounts, measure_work
 from edgekit.graph.inference import infer_model

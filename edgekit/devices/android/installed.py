@@ -15,7 +15,7 @@ import msgspec
 
 from edgekit._files import digest_file
 from edgekit.app_runtime import AppRuntime, NativeLibrary
-from edgekit.devices.process.files import find_sources
+from edgekit.devices.local.runner import find_sources
 from edgekit.devices.release import Loader, Release, fetch_members, find_compiler, write_member
 from edgekit.errors import DeviceError, UsageError
 from edgekit.machine import spell_install

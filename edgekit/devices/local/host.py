@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes
+from edgekit._files import cache_folder, digest_bytes, digest_files
 from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.check.report import count_of
@@ -24,11 +24,11 @@ from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, r
 from edgekit.devices.local.arm64 import CPUS, PYTHON, find_arm64_versions, find_missing_root, run_in_root
 from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
 from edgekit.devices.process.run import check_options, describe_job, python_program, run_program, run_python
 from edgekit.errors import MissingExtraError, TargetError, look_up, require_known
 from edgekit.evidence import Evidence
 from edgekit.model.external import skim_model
+from edgekit.model.model import list_model_files
 
 _QEMU = "qemu-x86_64-static"
 

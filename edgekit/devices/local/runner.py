@@ -11,12 +11,19 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_entries, staged_folder, work_folder
+from edgekit._files import (
+    cache_folder,
+    digest_bytes,
+    digest_file,
+    one_at_a_time,
+    staged_entries,
+    staged_folder,
+    work_folder,
+)
 from edgekit._proc import run_process
 from edgekit.bundle.archive import unpack_archive
 from edgekit.devices.device import Missing, require_device
 from edgekit.devices.local.arm64 import find_installed
-from edgekit.devices.process.files import cache_folder, find_sources
 from edgekit.devices.process.run import Program
 from edgekit.errors import DeviceError, UsageError, look_up
 from edgekit.progress import Progress
@@ -154,6 +161,19 @@ def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None)
         finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
         if not finished.succeeded:
             raise DeviceError(f"'{argv[0]}' {finished.explanation}", hint="check the compiler or the NDK")
+
+
+def find_sources(name: str) -> Path:
+    """Returns the folder of C and C++ sources that ship with edgekit; in a checkout that is `tools/NAME`."""
+    shipped = Path(__file__).parents[2] / f"_{name}"
+    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / name
+
+
+def digest_sources(name: str) -> str:
+    """Returns the digest of a program's sources: those in its own folder, and those of the runner linked with them."""
+    runner = find_sources("runner")
+    files = [*runner.rglob("*.cpp"), *runner.rglob("*.h"), *find_sources(name).iterdir()]
+    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())
 
 
 def write_unit(path: Path) -> Path:

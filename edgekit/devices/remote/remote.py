@@ -20,11 +20,11 @@ import msgspec
 from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing, refuse_run, require_device
 from edgekit.devices.local.runner import ABIS, NativeRunner, find_runner
-from edgekit.devices.process.files import list_model_files
 from edgekit.devices.process.run import Program, describe_job, last_line, python_program, run_program
 from edgekit.devices.remote import store
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.model.model import list_model_files
 
 # No "-" in front, because that would be an option, and no characters that are special in a shell. `adb devices` prints
 # serials as a number, `emulator-5554` or HOST:PORT.

@@ -18,10 +18,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from edgekit._files import read_chunks
+from edgekit._files import digest_files, digest_unchanged, read_chunks
 from edgekit._proc import run_process, stream_process
 from edgekit.devices.device import Device
-from edgekit.devices.process.files import digest_files, digest_unchanged
 from edgekit.devices.process.run import last_line
 from edgekit.errors import DeviceError
 

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from edgekit.data.intervals import Z95
-from edgekit.model.outputs import Reading
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, Reading, Tensors
 from edgekit.quantize.accuracy.head_search import Detector
 from edgekit.quantize.accuracy.heads import ExtraColumns, find_sides, overlap_boxes, overlap_pairs
 from edgekit.quantize.accuracy.loss import Loss, bootstrap, discount_loss, measure_hellinger, record_values

@@ -12,8 +12,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from edgekit.model.outputs import CODES, Column, ListColumns
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import CODES, Array, Column, ListColumns, Tensors
 from edgekit.quantize.accuracy import heads
 
 # A raw head has more rows: a small network for images of 64 pixels has 80.

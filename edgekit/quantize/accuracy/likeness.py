@@ -8,8 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from edgekit.model.outputs import Reading
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, Reading, Tensors
 from edgekit.quantize.accuracy import detections
 from edgekit.quantize.accuracy.head_search import Detector
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_powers, ratio_db

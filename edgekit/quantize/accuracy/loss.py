@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from edgekit.data.intervals import Z95, wilson_interval
-from edgekit.model.outputs import MeasuredKind, Reading
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, MeasuredKind, Reading
 from edgekit.quantize.accuracy.output_kinds import IMAGE_CHANNELS, read_decisions, read_probabilities
 from edgekit.quantize.ranges import softmax
 

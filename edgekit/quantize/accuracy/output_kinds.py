@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
-from edgekit.model.outputs import Reading, StatedOutput
-from edgekit.model.tensors import Array, Tensors, ranks_classes
+from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, ranks_classes
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout, find_vocabulary_sizes
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax

@@ -16,9 +16,8 @@ from edgekit.graph.graph import Graph, read_graph
 from edgekit.machine import map_in_order
 from edgekit.model.external import ArrayFile, FileArray
 from edgekit.model.model import Model
-from edgekit.model.outputs import StatedOutput
 from edgekit.model.state import State, find_fed_back, run_steps
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, StatedOutput, Tensors
 from edgekit.quantize.accuracy import head_search
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample, read_head, read_output
 from edgekit.quantize.accuracy.loss import GOOD_DB, MEASURES, ONE_ANSWER, reach_without_labels

@@ -14,8 +14,7 @@ from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
-from edgekit.model.outputs import StatedOutput
-from edgekit.model.tensors import Tensors
+from edgekit.model.tensors import StatedOutput, Tensors
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.augment import picked_values

@@ -28,8 +28,7 @@ import numpy as np
 from edgekit.data.intervals import bootstrap_share, span_95, wilson_interval
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
-from edgekit.model.outputs import MeasuredKind, Reading
-from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.model.tensors import Array, MeasuredKind, Reading, Tensors, is_numeric
 from edgekit.quantize.accuracy.loss import find_blank, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_decisions, says_yes_or_no
 from edgekit.verify.metrics.tensor_metrics import energy_of

@@ -13,9 +13,8 @@ from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.data.intervals import wilson_interval
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import EdgekitError
-from edgekit.model.outputs import Reading
 from edgekit.model.state import find_fed_back
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, Reading, Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list, find_silent, may_be_head
 from edgekit.quantize.accuracy.heads import overlap_boxes
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_decisions, says_yes_or_no

@@ -13,8 +13,7 @@ import numpy as np
 
 from edgekit.data.intervals import describe_enough, find_enough, find_enough_hits
 from edgekit.evidence import Judgement
-from edgekit.model.outputs import OutputKind
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, OutputKind
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.agreement import SHARED, Agreement, Of
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
