@@ -14,7 +14,7 @@ import onnx
 from edgekit.check.macs import choose_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
-from edgekit.graph.contrib import NCHWC_DOMAIN
+from edgekit.graph.constants import NCHWC_DOMAIN
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs

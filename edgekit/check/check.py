@@ -15,7 +15,7 @@ from edgekit.check.rules.rulebook import Op, Rule, RuleBook, derive_settings, lo
 from edgekit.check.rules.rules import Forms, Subject
 from edgekit.check.rules.units import SELECTORS, Unit, group_units
 from edgekit.evidence import Evidence
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model

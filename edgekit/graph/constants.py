@@ -1,4 +1,7 @@
-"""The constants of a graph: initializers, sparse initializers, and all forms of Constant nodes."""
+"""The constants of a graph: initializers, sparse initializers, and all forms of Constant nodes.
+
+The names of domains, from which its operators come, are here too.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,6 +19,14 @@ from edgekit.model.tensors import Array
 MAIN_DOMAINS = ("", "ai.onnx")
 ML_DOMAIN = "ai.onnx.ml"
 """The domain of trees, scalers and encoders, such as scikit-learn's."""
+ORT_DOMAIN = "com.microsoft"
+"""The domain of ONNX Runtime's contrib operators."""
+NCHWC_DOMAIN = "com.microsoft.nchwc"
+"""The operators on blocks of channels, as wide as the vectors of the processor for which a session was optimized."""
+LAYER_NORM_SINCE = 17
+"""The opset that has LayerNormalization; before, it is an operator of ONNX Runtime in ONNX's own domain."""
+# The operators that ONNX Runtime defines in ONNX's own domain, with the opset from which on onnx knows them.
+_OWN_BEFORE = {"LayerNormalization": LAYER_NORM_SINCE, "SimplifiedLayerNormalization": math.inf}
 # Far more elements than shapes, axes, pads and bounds have, which rules and rewrites read.
 _SMALL_ELEMENTS = 1 << 14
 # Sparse constants of more elements are not made dense.
@@ -27,6 +38,11 @@ _FORMS = {
     **dict.fromkeys(("value_int", "value_ints"), np.int64),
     **dict.fromkeys(("value_string", "value_strings"), object),
 }
+
+
+def is_own(node: onnx.NodeProto, opset: int) -> bool:
+    """Returns True for an operator that ONNX Runtime defines and onnx does not know at this opset."""
+    return node.domain == ORT_DOMAIN or (not node.domain and opset < _OWN_BEFORE.get(node.op_type, 0))
 
 
 def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
 
 _T = TypeVar("_T")

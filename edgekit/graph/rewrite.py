@@ -14,8 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.graph.constants import ML_DOMAIN
-from edgekit.graph.contrib import is_own
+from edgekit.graph.constants import ML_DOMAIN, is_own
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.match import MisfitError, known, need
 from edgekit.model.model import refill

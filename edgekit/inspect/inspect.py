@@ -21,8 +21,7 @@ from edgekit.convert.ort_form import RANDOM_OPS
 from edgekit.convert.ort_format.report import OrtFileReport, OrtNode, inspect_ort, read_nodes
 from edgekit.convert.ort_format.tables import iterate_graphs as iterate_ort_graphs
 from edgekit.convert.ort_format.tables import open_tables, records, table, text
-from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, list_constants, read_constant
-from edgekit.graph.contrib import NCHWC_DOMAIN, ORT_DOMAIN
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, NCHWC_DOMAIN, ORT_DOMAIN, list_constants, read_constant
 from edgekit.graph.graph import Graph, read_graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model import model as models

@@ -20,8 +20,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit._ort import Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
-from edgekit.graph.constants import read_array, write_dense
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN, read_array, write_dense
 from edgekit.graph.inference import infer_model, refuse_empty_windows
 from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite

@@ -15,7 +15,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.match import attempt, known, made_by, need
 from edgekit.model import model as models

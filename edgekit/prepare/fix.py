@@ -19,8 +19,7 @@ import onnx
 from edgekit._ort import CpuSession, Level, SessionSettings, tells_refusal
 from edgekit.data.padding import Padding, find_padding
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError, require_known
-from edgekit.graph.constants import lift_constants
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN, lift_constants
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model import model as models

@@ -15,8 +15,7 @@ from onnx import defs, helper, numpy_helper, shape_inference, version_converter
 
 from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
-from edgekit.graph.constants import list_constants
-from edgekit.graph.contrib import LAYER_NORM_SINCE, ORT_DOMAIN, is_own
+from edgekit.graph.constants import LAYER_NORM_SINCE, ORT_DOMAIN, is_own, list_constants
 from edgekit.graph.inference import copy_light, infer_model
 from edgekit.model import model as models
 from edgekit.model.external import LEAST_BYTES

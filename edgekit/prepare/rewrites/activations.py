@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph import match
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import is_near, known, made_by, need
 from edgekit.graph.nhwc import find_orders

@@ -6,8 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, read_dequantized
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, read_dequantized
 from edgekit.graph.graph import Node, view_part
 from edgekit.graph.rewrite import rewrite
 from edgekit.model import model as models

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import onnx
 
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.graph.match import MisfitError, attempt, factors, known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from edgekit.graph import match
-from edgekit.graph.contrib import LAYER_NORM_SINCE
+from edgekit.graph.constants import LAYER_NORM_SINCE
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import fraction_of, keeps_axis, known, made_by, mean_of, need, single, unshape
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite

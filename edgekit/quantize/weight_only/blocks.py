@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
-from edgekit.graph.contrib import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.model.model import MOST_INLINE_BYTES, Model, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib
