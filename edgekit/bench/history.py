@@ -106,6 +106,17 @@ class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
                 raise DataError(said, hint="use another history file") from error
         return tuple(found)
 
+    def find_last(self, path: Path, **values: object) -> _RowT | None:
+        """Returns the last row of a history with these values in its columns; None without one, or without the file.
+
+        Raises:
+            DataError: the file is no history.
+        """
+        if not path.exists():
+            return None
+        condition = " AND ".join(f"{name} = ?" for name in values)
+        return next(iter(self.select(path, f"WHERE {condition} ORDER BY id DESC LIMIT 1", (*values.values(),))), None)
+
 
 class PastBench(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded benchmark: `time` is in UTC, `machine` is the one on which edgekit ran."""
@@ -178,11 +189,8 @@ def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | Non
     Raises:
         DataError: the file is no history.
     """
-    where = "WHERE subject = ? AND machine = ? ORDER BY id DESC LIMIT 1"
-    past = _BENCHES.select(path, where, (report.subject, _name_machine())) if path.exists() else ()
-    if not past:
+    if (last := _BENCHES.find_last(path, subject=report.subject, machine=_name_machine())) is None:
         return report
-    (last,) = past
     found = tuple(compare_benches(last.report, report))
     source = f"run {last.id} of {last.time}"
     notes = (*report.notes, *(_describe(one, source) for one in found))

@@ -147,7 +147,15 @@ def inspect_model(
         kind = models.tensor_dtype(tensor.data_type)
         itemsize = 0 if kind == "undefined" else helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         weight_bytes[kind] += math.prod(tensor.dims) * itemsize
-    graph = assume_sizes(_read_sized(model, dims or {}, freeze or {}))
+    if dims or freeze:
+        sized = skim_model(model.path)
+        freeze_inputs(sized.graph, freeze or {})
+        if dims:
+            fix_dims(sized.graph, dims)
+        graph = view_model(infer_model(sized), model.path.parent)
+    else:
+        graph = read_graph(model)
+    graph = assume_sizes(graph)
     # Only loading is tested, not speed: without optimisation the answer comes soonest.
     unoptimized = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
     return fill(
@@ -171,17 +179,6 @@ def inspect_model(
         metadata={entry.key: entry.value for entry in proto.metadata_props},
         fixed_axes=list_fixed_axes(model.inputs, proto.producer_name),
     )
-
-
-def _read_sized(model: models.Model, dims: Mapping[str, int], freeze: Mapping[str, float]) -> Graph:
-    """Returns the graph with its dynamic dimensions fixed and inputs turned into constants, where these are given."""
-    if not dims and not freeze:
-        return read_graph(model)
-    proto = skim_model(model.path)
-    freeze_inputs(proto.graph, freeze)
-    if dims:
-        fix_dims(proto.graph, dims)
-    return view_model(infer_model(proto), model.path.parent)
 
 
 def _peak_activation_bytes(graph: Graph) -> int:

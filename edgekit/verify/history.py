@@ -86,10 +86,7 @@ def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
     Raises:
         DataError: the file is no history.
     """
-    if not path.exists():
-        return None
-    where = "WHERE bundle = ? AND target = ? AND passed = 1 ORDER BY id DESC LIMIT 1"
-    return next(iter(_RUNS.select(path, where, (report.bundle, report.target))), None)
+    return _RUNS.find_last(path, bundle=report.bundle, target=report.target, passed=1)
 
 
 def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
