@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import numpy_helper, parser
+from tiny_models import parse_net
 
 from edgekit.model.tensors import Array
 
@@ -22,15 +22,11 @@ WORDS, WINDOW, PROMPT, MOST = 16, 12, 6, 5
 
 def _save(path: Path, graph: str, weights: Mapping[str, Array]) -> Path:
     """Writes a graph in onnx's text form with these weights."""
-    parsed = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {graph}').SerializeToString()
+    parsed = parse_net(graph, weights).SerializeToString()
     # The text form does not allow names with dots, which caches have.
     proto = onnx.ModelProto.FromString(parsed.replace(b"past_", b"past.").replace(b"present_", b"present."))
     for place, node in enumerate(proto.graph.node):
         node.name = f"node_{place}"
-    for name, value in weights.items():
-        stored = np.asarray(value)
-        stored = stored.astype(np.float32) if stored.dtype.kind == "f" else stored
-        proto.graph.initializer.append(numpy_helper.from_array(stored, name))
     proto.graph.name = path.stem
     onnx.save(proto, str(path))
     return path

@@ -26,8 +26,7 @@ from edgekit.report.text import table_contents
 @pytest.fixture
 def any_batch(tmp_path: Path) -> Path:
     return parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,3] x, float[3,5] w) => (float[batch,5] y)'
-        "{ t = MatMul(x, w) y = Relu(t) }",
+        "g (float[batch,3] x, float[3,5] w) => (float[batch,5] y){ t = MatMul(x, w) y = Relu(t) }",
         tmp_path / "any.onnx",
     )
 
@@ -40,14 +39,14 @@ def _inspect(path: Path, **dims: int) -> OnnxReport:
 
 def test_a_constant_node_is_no_layer_and_its_weights_are_those_of_its_reader(tmp_path: Path) -> None:
     text = "g (float[2] x) => (float[2] y) { c = Constant<value_floats=[1.0, 2.0]>() [add] y = Add(x, c) }"
-    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
+    path = parse_model(f"{text}", tmp_path / "m.onnx")
     assert [(layer.name, layer.op, layer.weight_bytes) for layer in measure_layers(path)] == [("add", "Add", 8)]
 
 
 def test_a_model_that_quantizes_as_it_runs_is_quantized(tmp_path: Path) -> None:
     body = "a, s, z = DynamicQuantizeLinear(x) y = MatMulInteger(a, w, z)"
     text = f"g (float[1,3] x, int8[3,5] w) => (int32[1,5] y) {{ {body} }}"
-    report = _inspect(parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx"))
+    report = _inspect(parse_model(f"{text}", tmp_path / "m.onnx"))
     assert (report.is_quantized, report.quantized) == (True, "dynamic")
 
 
@@ -56,7 +55,7 @@ def test_work_and_memory_of_subgraphs_count(tmp_path: Path) -> None:
     other = "other () => (float[8,4] e) { u = Slice(x, zero, one) e = Expand(u, size) }"
     text = f"""g (bool c, float[8,2] x, float[2,4] w, int64[1] zero, int64[1] one, int64[2] size) => (float[8,4] y)
     {{ y = If(c) <then_branch = {then}, else_branch = {other}> }}"""
-    report = _inspect(parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx"))
+    report = _inspect(parse_model(f"{text}", tmp_path / "m.onnx"))
     # The sizes of a Slice by inputs are unknown, but it multiplies nothing.
     assert (report.macs, report.unsized_nodes) == (8 * 2 * 4, 0)
     # All inputs, the output of the If, and both values of the branch.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper, parser
 from onnx.backend.test import loader
-from tiny_models import parse_model, save_net
+from tiny_models import parse_model, parse_net, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import ModelError
@@ -35,7 +35,7 @@ def test_initializers_that_are_inputs_are_no_inputs(tmp_path: Path) -> None:
 
 
 def test_dynamic_and_unknown_shapes_are_told_apart(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N,?] x, float z) => (float[N,?] y) { y = Identity(x) }'
+    text = "g (float[N,?] x, float z) => (float[N,?] y) { y = Identity(x) }"
     inputs = load_model(parse_model(text, tmp_path / "m.onnx")).inputs
     assert inputs[0].shape == ("N", None)
     assert inputs[1].shape in {None, ()}
@@ -133,7 +133,7 @@ def test_saving_is_deterministic_and_keeps_the_graph(relu_model: Path, tmp_path:
 @pytest.mark.fuzz
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255))
 def test_damage_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, position: int, value: int) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }'
+    text = "g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }"
     path = parse_model(text, tmp_path_factory.mktemp("fuzz") / "m.onnx")
     content = bytearray(path.read_bytes())
     content[position % len(content)] = value
@@ -199,7 +199,7 @@ def _save_big(path: Path, array: Array, *, raw: bool, said: bool = False) -> Pat
     tensor = helper.make_tensor("w", TensorProto.FLOAT, array.shape, array.tobytes() if raw else array.ravel(), raw=raw)
     if said:
         tensor.data_location = TensorProto.DEFAULT
-    proto = parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> g () => (float[300,400] y) { y = Add(w, c) }')
+    proto = parse_net("() => (float[300,400] y) { y = Add(w, c) }")
     proto.graph.node.insert(0, helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(array, "c")))
     proto.graph.initializer.append(tensor)
     onnx.save(proto, str(path))

@@ -162,7 +162,7 @@ def test_a_pause_of_the_system_is_no_warm_up() -> None:
     assert find_steady([*calm[:22], 400.0, *calm[23:]], 50) == find_steady(calm, 50)
 
 
-RELU = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
+RELU = "g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }"
 X = {"x": np.ones((1, 4), np.float32), "scale": np.ones(2, np.float32)}
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import parser
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-from tiny_models import parse_model, save_net
+from tiny_models import parse_net, save_net
 
 from edgekit.check.check import check_graph, check_model
 from edgekit.check.report import CheckedNode, CheckReport
@@ -18,6 +17,9 @@ from edgekit.model.model import load_model
 from edgekit.target import load_target
 
 TARGETS = ("nnapi", "coreml", "qnn", "xnnpack", "cpu")
+
+
+CONTRIB = ', "com.microsoft" : 1'
 
 
 def check_proto(proto: onnx.ModelProto, target: str, settings: Mapping[str, str] | None = None) -> list[CheckedNode]:
@@ -30,18 +32,18 @@ def check_proto(proto: onnx.ModelProto, target: str, settings: Mapping[str, str]
 
 def graph_of(body: str, opset: int = 17) -> Graph:
     """Returns the view of a graph given in onnx's text form."""
-    return infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]> {body}'))
+    return infer_graph(parse_net(body, opset=opset, imports=CONTRIB))
 
 
 def save_text(body: str, path: Path) -> Path:
     """Writes a graph given in onnx's text form."""
-    return parse_model(f'<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> {body}', path)
+    onnx.save(parse_net(body, imports=CONTRIB), str(path))
+    return path
 
 
 def check_text(body: str, target: str, settings: Mapping[str, str] | None = None, opset: int = 17) -> list[CheckedNode]:
     """Returns the checked nodes of a graph given in onnx's text form."""
-    text = f'<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]> {body}'
-    return check_proto(parser.parse_model(text), target, settings)
+    return check_proto(parse_net(body, opset=opset, imports=CONTRIB), target, settings)
 
 
 def check_file(path: Path, target: str, settings: Mapping[str, str] | None = None) -> CheckReport:

@@ -9,8 +9,7 @@ import onnx
 import pytest
 from check_models import check_file, check_text, graph_of, save_text, why_not
 from fixture_types import Shown
-from onnx import parser
-from tiny_models import save_net
+from tiny_models import parse_net, save_net
 
 from edgekit.check.macs import count_macs
 from edgekit.cli.main import run_command
@@ -22,7 +21,7 @@ from edgekit.model.model import load_model
 def test_an_initializer_that_is_an_input_is_constant_in_ir_3_only() -> None:
     text = "(float[2] x, float[2] c) => (float[2] y) <float[2] c = {1,2}> { y = Add(x, c) }"
     for ir_version, constant in ((3, True), (8, False)):
-        model = parser.parse_model(f'<ir_version: {ir_version}, opset_import: ["" : 8]> g {text}')
+        model = parse_net(text, ir_version=ir_version, opset=8)
         assert ("c" in infer_graph(model).constants) is constant
 
 

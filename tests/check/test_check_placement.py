@@ -9,8 +9,8 @@ import pytest
 from check_models import check_text, conv_net, graph_of, save_text, why_not
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import helper, parser
-from tiny_models import parse_model
+from onnx import helper
+from tiny_models import parse_model, parse_net
 
 from edgekit.check.check import check_model
 from edgekit.check.placement import place_units
@@ -371,7 +371,7 @@ def _spell(nodes: Iterable[tuple[str, Sequence[str], Sequence[str]]], outputs: I
 @given(_graphs(), st.sampled_from([13, 17, 19]))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_added_is_what_onnx_runtime_adds(tmp_path: Path, body: str, opset: int) -> None:
-    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> {body}')
+    proto = parse_net(body, opset=opset)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(tmp_path / "shown.onnx")

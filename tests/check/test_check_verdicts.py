@@ -9,6 +9,7 @@ from check_models import TARGETS, check_file, check_text, conv_net, graph_of, qu
 from msgspec.structs import replace
 from onnx import parser
 from onnxruntime.quantization import QuantType
+from tiny_models import parse_net
 
 from edgekit.check.check import check_graph, count_crossings
 from edgekit.check.report import CheckedNode, CheckReport
@@ -16,9 +17,7 @@ from edgekit.check.rules.rulebook import load_rules
 from edgekit.graph.graph import infer_graph
 from edgekit.target import load_target
 
-RELU = parser.parse_model(
-    '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,4,4] x) => (float[1,3,4,4] y) { y = Relu(x) }'
-)
+RELU = parse_net("(float[1,3,4,4] x) => (float[1,3,4,4] y) { y = Relu(x) }")
 
 
 def _taken(report: CheckReport, op: str) -> set[bool]:
@@ -259,7 +258,7 @@ def test_what_crosses_behind_a_body_is_told_by_the_nodes_of_the_main_graph() -> 
 
 def test_the_report_of_a_model_counts_crossings_and_says_if_the_target_wants_it_whole(tmp_path: Path) -> None:
     text = "g (float[1,4] x) => (float[1,4] y) { a = Relu(x) b = Mish(a) y = Relu(b) }"
-    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {text}'), tmp_path / "m.onnx")
+    onnx.save(parse_net(text, opset=18), tmp_path / "m.onnx")
     report = check_file(tmp_path / "m.onnx", "qnn")
     assert (report.taken, report.crossings, report.crossing_bytes) == (2, 2, 32)
     wants = {name: check_file(tmp_path / "m.onnx", name).wants_whole for name in TARGETS}

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper, parser
+from onnx import helper
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.ort_form import OrtOptions, write_ort
@@ -28,8 +29,7 @@ def all_forms() -> Target:
 
 def save_text(path: Path, graph: str, weights: Mapping[str, Array]) -> Model:
     """Writes a graph in onnx's text form with these weights, and returns its model."""
-    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {graph}')
-    proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    proto = parse_net(graph, weights)
     helper.set_model_props(proto, {"author": "me"})
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(proto, str(path))

@@ -10,6 +10,7 @@ import pytest
 from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, save_text, write_form
 from demo_paths import MODEL
 from onnx import helper, parser
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.convert.convert import convert_model, describe_traits, find_folded
@@ -260,7 +261,7 @@ def test_a_source_that_random_inputs_break_says_so_without_a_path(tmp_path: Path
 
 def test_a_sequence_is_compared_and_one_that_goes_in_is_not(tmp_path: Path) -> None:
     text = "g (float[2] x) => (float[2] y, seq(float[2]) s) { y = Neg(x)  s = SequenceConstruct(x, y) }"
-    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+    proto = parse_net(text)
     onnx.save(proto, str(tmp_path / "m.onnx"))
     model = load_model(tmp_path / "m.onnx")
     assert compare_onnx(model, model).bit_equal
@@ -268,7 +269,7 @@ def test_a_sequence_is_compared_and_one_that_goes_in_is_not(tmp_path: Path) -> N
     onnx.save(proto, str(tmp_path / "other.onnx"))
     assert not compare_onnx(model, load_model(tmp_path / "other.onnx")).passed
     text = "g (seq(float[2]) s) => (int64 n) { n = SequenceLength(s) }"
-    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'), str(tmp_path / "s.onnx"))
+    onnx.save(parse_net(text), str(tmp_path / "s.onnx"))
     taken = load_model(tmp_path / "s.onnx")
     assert compare_onnx(taken, taken).skipped == "its inputs are no tensors"
 

@@ -124,7 +124,7 @@ def test_a_refusal_names_the_user_s_file_and_says_what_the_format_holds(tmp_path
 
 def test_dimensions_stay_open_where_the_target_takes_any(tmp_path: Path) -> None:
     parse_model(
-        """<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x, float[M,4] past) => (float[?,4] y)
+        """g (float[N,4] x, float[M,4] past) => (float[?,4] y)
       <float[4,4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7}>
       { a = MatMul(x, w) b = Concat<axis = 0>(a, past) y = Relu(b) }""",
         tmp_path / "m.onnx",
@@ -142,7 +142,7 @@ def test_dimensions_stay_open_where_the_target_takes_any(tmp_path: Path) -> None
 
 
 def test_sizes_that_do_not_fit_together_leave_the_smallest_to_compare(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x, float[M,4] z) => (float[?,4] y)
+    text = """g (float[N,4] x, float[M,4] z) => (float[?,4] y)
       <int64[2] one = {1, 4}> { a = Reshape(z, one) y = Add(x, a) }"""
     parse_model(text, tmp_path / "m.onnx")
     report = convert_for(tmp_path / "m.onnx", tmp_path / "out", Recipe(targets=()), ConvertOptions())

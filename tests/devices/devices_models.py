@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper, parser
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit._proc import ChildSetting
@@ -96,10 +96,9 @@ def qdq_conv(path: Path, activation: type[np.integer[Any]]) -> Path:
 
 def text_model(path: Path, body: str, *, opset: int = 17, **weights: Array) -> Path:
     """Writes a graph in onnx's text form with these weights; nodes without a name are called n0, n1, ..."""
-    model = parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]> g {body}')
+    model = parse_net(body, weights, opset=opset, ir_version=9)
     for index, node in enumerate(model.graph.node):
         node.name = node.name or f"n{index}"
-    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
     return save_proto(model, path).path
 
 

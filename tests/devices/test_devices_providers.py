@@ -201,7 +201,7 @@ needs_webgpu = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime_ep_webgpu") is None or not find_swiftshader(),
     reason="onnxruntime-ep-webgpu is not installed, or SwiftShader: pip install 'edgekit[webgpu]'",
 )
-NET = """<ir_version: 8, opset_import: ["" : 17]> net (float[1,2,4,4] x) => (float[1,2,4,4] y)
+NET = """net (float[1,2,4,4] x) => (float[1,2,4,4] y)
   <float[2,2,1,1] w = {1, 2, 3, 4}, float s = {0.05}, uint8 z = {3}> {
     [conv] c = Conv(x, w)
     [q] q = QuantizeLinear(c, s, z)

@@ -225,8 +225,7 @@ def test_chips_and_precisions_without_measurements_get_no_figure(tmp_path: Path)
 
 def test_a_network_unlike_all_measured_ones_gets_a_note_and_a_wide_interval(tmp_path: Path) -> None:
     path = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,4096,4096] x) => (float[1,64,4096,4096] y)'
-        "{ a = Exp(x) b = Sin(a) y = Exp(b) }",
+        "g (float[1,64,4096,4096] x) => (float[1,64,4096,4096] y){ a = Exp(x) b = Sin(a) y = Exp(b) }",
         tmp_path / "a.onnx",
     )
     report = forecast(path, ["Galaxy S24"], ["float"])
@@ -353,7 +352,7 @@ def test_a_compiled_forecast_uses_the_plan_of_the_float_model(tmp_path: Path) ->
 
 
 def test_what_the_compiler_refuses_is_forecast_from_the_graph_alone(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4,4] x) => (float y) { y = Det(x) }'
+    text = "g (float[4,4] x) => (float y) { y = Det(x) }"
     report = forecast(parse_model(text, tmp_path / "a.onnx"), ["Galaxy S25"], ["float"], compiles=True)
     assert (report.rows[0].basis, report.traffic) == ("networks", None)
     assert "forecast from the graph alone" in report.remarks[-1]
@@ -361,7 +360,7 @@ def test_what_the_compiler_refuses_is_forecast_from_the_graph_alone(tmp_path: Pa
 
 def test_a_quantized_model_is_not_compiled(refused: Callable[..., str], tmp_path: Path) -> None:
     path = parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y)'
+        "g (float[1,8] x) => (float[1,8] y)"
         " <float s = {0.1}, uint8 z = {0}> { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }",
         tmp_path / "a.onnx",
     )

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from fixture_types import present
 from onnx import TensorProto, helper, numpy_helper, parser
-from tiny_models import save_net
+from tiny_models import parse_net, save_net
 
 from edgekit.errors import ModelError
 from edgekit.graph.constants import lift_constants, list_constants
@@ -292,7 +292,7 @@ def takes(nodes: str, *, weight: float, bias: Array | float = 1.0) -> bool:
     numbers = "float big = {127.5}, float small = {0.0078125}, float two = {2.0}, float wide = {255.0}"
     constants = f"<{numbers}, float[3] three = {{1.0, 1.0, 1.0}}>"
     graph = f"g (float[1,3,8,8] x) => (float[1,8,6,6] y) {constants} {{ {nodes} }}"
-    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {graph}')
+    model = parse_net(graph)
     rng = np.random.default_rng(0)
     weights = {"w": rng.normal(0, weight, (8, 3, 3, 3)), "b": np.broadcast_to(bias, (8,)) * rng.choice([-1.0, 1.0], 8)}
     for name, value in weights.items():
@@ -321,7 +321,7 @@ def test_numbers_that_choose_rows_of_a_table_are_no_pixels() -> None:
     """As the codes of letters that deepcut and nakdimon take as floats."""
     text = """g (float[1,3] x) => (float[1,3,2] y) <float[300,2] table = {ZEROS}>
       { c = Cast<to = 7>(x) y = Gather(table, c) }""".replace("ZEROS", ",".join(["0.0"] * 600))
-    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
+    model = parse_net(text)
     assert takes_raw_pixels(view_model(model), "x")
 
 

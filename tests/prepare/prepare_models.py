@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
-from onnx import numpy_helper, parser
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model, load_model
@@ -70,11 +70,8 @@ def make_model(
 
     `edit` changes what the text form cannot say.
     """
-    head = f'<ir_version: {ir_version}, opset_import: ["" : {opset}{imports}]> '
     path.parent.mkdir(parents=True, exist_ok=True)
-    proto = parser.parse_model(head + text)
-    for name, value in (weights or {}).items():
-        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    proto = parse_net(text, weights, opset=opset, ir_version=ir_version, imports=imports)
     if edit is not None:
         edit(proto)
     onnx.save(proto, str(path), save_as_external_data=external, location=f"{path.name}.data")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 from fixture_types import present
-from onnx import numpy_helper, parser
-from tiny_models import with_versions
+from onnx import numpy_helper
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
@@ -24,7 +24,6 @@ from edgekit.quantize.plan import draft_plan
 from edgekit.target import Precision, Target, load_target
 
 CONV_NET = """
-  <ir_version: 8, opset_import: ["" : 17]>
   net (float[1,3,8,8] x) => (float[1,4] y) {
     c1 = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w1, b1)
     r1 = Relu(c1)
@@ -38,7 +37,7 @@ CONV_NET = """
     y = Softmax(z)
   }
 """
-COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
+COLLAPSING = """g (float[1,32] x) => (float[1,32] y) {
   h = MatMul(x, w) c = Mul(h, h) d = Mul(c, c) e = Mul(d, d) f = MatMul(e, v) y = Tanh(f) }"""
 """A net that 8 bits ruin, since products magnify the noise of one tensor."""
 CONV_SHAPES = {
@@ -53,13 +52,8 @@ def make_model(
     weights: Mapping[str, tuple[int, ...]] | None = None,
     constants: Mapping[str, Array] | None = None,
 ) -> Model:
-    """Writes a model given in onnx's text form, with seeded random weights; every node gets a name.
-
-    A text that names no versions is of IR version 8 and opset 17.
-    """
-    proto = parser.parse_model(with_versions(text))
-    for name, given in (constants or {}).items():
-        proto.graph.initializer.append(numpy_helper.from_array(given, name))
+    """Writes a model given in onnx's text form, with constants and seeded random weights; every node gets a name."""
+    proto = parse_net(text, constants)
     rng = np.random.default_rng(7)
     for name, shape in (weights or {}).items():
         fan = int(np.prod(shape[1:])) or 1

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper, parser
+from onnx import helper, numpy_helper
 from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.quant_utils import find_by_name
@@ -27,6 +27,7 @@ from quantize_models import (
     sqnr_db,
 )
 from quantize_models import quantize as quantize_net
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit._proc import run_process
@@ -309,9 +310,7 @@ def test_scales_for_other_ranges_are_those_of_another_placement(target: str, tmp
     assert list(one.graph.node) == list(two.graph.node)
 
 
-TEXT = """
-<ir_version: 8, opset_import: ["" : 17]>
-net (float[1,2,4,4] x, bool flag) => (float[1,2,4,4] y)
+TEXT = """net (float[1,2,4,4] x, bool flag) => (float[1,2,4,4] y)
 <float s = {0.5}, uint8 z = {3}, float s2 = {0.5}, uint8 z2 = {3}, int8[2,1,1,1] w = {5, -7}, float[2] ws = {0.1, 0.2},
  int8[2] wz = {0, 0}, int8[2,1,1,1] v = {2, 9}, float[2] vs = {0.3, 0.4}, int8[2] vz = {0, 0}, int32[2] b = {9, -8},
  float[2] bs = {0.05, 0.1}, int32[2] bz = {0, 0}>
@@ -334,9 +333,7 @@ net (float[1,2,4,4] x, bool flag) => (float[1,2,4,4] y)
 
 
 def qdq_model() -> onnx.ModelProto:
-    proto = parser.parse_model(TEXT)
-    for name, value in (("i0", 0), ("i4", 4), ("i2", 2)):
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([value]), name))
+    proto = parse_net(TEXT, {name: np.array([value]) for name, value in (("i0", 0), ("i4", 4), ("i2", 2))})
     for index, node in enumerate(proto.graph.node):
         node.name, node.doc_string = f"node {index}", "where it was written"
     return proto

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from onnx import parser
 from quantize_models import COLLAPSING, draft_of, make_model, make_samples, plan_model, random_samples
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.cli.main import run_command
@@ -331,9 +331,8 @@ _SETTINGS = SessionSettings()
     [(3_000, 32, 322), (5_000, 8, 193), (5_000, 120, 240), (50_000, 8, 48), (50_000, 32, 64), (50_000, 999, 256)],
 )
 def test_what_a_run_takes_and_how_many_samples_there_are_bound_the_runs(rows: int, samples: int, runs: int) -> None:
-    text = f"""<ir_version: 8, opset_import: ["" : 17]>
-      g (float[{rows},1000] x, float[1000,1000] w) => (float[{rows},1000] y) {{ y = MatMul(x, w) }}"""
-    effort = find_effort(view_model(parser.parse_model(text), Path()), samples)
+    text = f"(float[{rows},1000] x, float[1000,1000] w) => (float[{rows},1000] y) {{ y = MatMul(x, w) }}"
+    effort = find_effort(view_model(parse_net(text), Path()), samples)
     assert (effort.runs, effort.work) == (runs, rows * 1_000_000 + 32 * rows * 1_000)
     assert effort.is_short == (runs > 256)
 
@@ -351,9 +350,8 @@ def test_a_note_says_that_not_all_that_was_held_out_judges() -> None:
 def test_runs_in_parallel_hold_no_more_than_32_mb_of_activations(rows: int, cores: int, at_once: int | None) -> None:
     # Two tensors of 1,000 columns are held at a time, however many follow each other: 8 kB a row.
     body = " ".join(f"t{index + 1} = Relu(t{index})" for index in range(1, 9))
-    text = f"""<ir_version: 8, opset_import: ["" : 17]>
-      g (float[{rows},1000] x) => (float[{rows},1000] y) {{ t1 = Relu(x) {body} y = Relu(t9) }}"""
-    proto = onnx.shape_inference.infer_shapes(parser.parse_model(text))
+    text = f"(float[{rows},1000] x) => (float[{rows},1000] y) {{ t1 = Relu(x) {body} y = Relu(t9) }}"
+    proto = onnx.shape_inference.infer_shapes(parse_net(text))
     assert count_side_by_side(view_model(proto, Path()), cores=cores) == at_once
 
 
@@ -414,8 +412,7 @@ def test_a_run_may_start_at_each_cut_and_gives_what_the_whole_gives(net: Model, 
 
 def test_no_cut_lies_where_nothing_crosses_it() -> None:
     """Behind nodes that nothing compared reads, such as a counter of steps: ONNX has no If without an output."""
-    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (float[4] y)
-        { unread = Neg(x) a = Abs(x) y = Relu(a) }""")
+    proto = parse_net("(float[4] x) => (float[4] y) { unread = Neg(x) a = Abs(x) y = Relu(a) }")
     assert [(cut.start, cut.fed) for cut in find_cuts(proto, 2, lambda _: (4,))] == [(2, ("a",))]
 
 

@@ -293,8 +293,7 @@ def test_a_quantized_model_gets_its_own_state(tmp_path: Path) -> None:
 
 
 # A cell that sums up positive numbers, to 300 and more; what it returns is flat beyond 3.
-CELL = """<ir_version: 8, opset_import: ["" : 17]>
-  g (float[1,8] x, float[1,8] h, float[1,1,8] c) => (float[1,8] y, float[1,8] new_h, float[1,1,8] new_c)
+CELL = """g (float[1,8] x, float[1,8] h, float[1,1,8] c) => (float[1,8] y, float[1,8] new_h, float[1,1,8] new_c)
   <int64[1] axis = {0}, float[8,8] w = {WEIGHTS}> {
     old = Squeeze(c, axis) mixed = MatMul(h, w) gate = Sigmoid(mixed) held = Mul(gate, old) new = Add(held, x)
     new_h = Tanh(new) y = MatMul(new_h, w) new_c = Unsqueeze(new, axis) }"""

@@ -59,7 +59,7 @@ def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]
 
 
 def test_what_a_qlinear_operator_clips_was_right_before(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+    text = """g (float[1,4] x) => (float[1,4] y)
       <float s = {0.01}, int8 z = {0}, int8[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> {
       r = Relu(x) q = QuantizeLinear(r, s, z) p = QLinearMatMul(q, s, z, w, s, z, s, z)
       y = DequantizeLinear(p, s, z) }"""

@@ -168,7 +168,7 @@ def test_single_steps_of_a_model_with_state_are_told(tmp_path: Path) -> None:
 
 
 def test_a_model_that_draws_random_numbers_is_told_with_what_to_do(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+    text = """g (float[1,4] x) => (float[1,4] y)
         <float[4,4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}>
         { n = RandomNormalLike(x) s = Add(x, n) y = MatMul(s, w) }"""
     model, recipe = parse_model(text, tmp_path / "m.onnx"), Recipe(targets=("cpu",))

@@ -10,6 +10,7 @@ from bundle_models import make_bundle
 from devices_models import Stub
 from msgspec.structs import replace
 from onnx import numpy_helper
+from tiny_models import parse_net
 from verify_devices import InProcess, from_list, restate
 from verify_models import make_images, save_network
 
@@ -273,7 +274,7 @@ def test_a_compiled_context_is_asked_for_no_mistake(tmp_path: Path) -> None:
     # It opens with the provider that compiled it alone: that was an error of the whole verification.
     text = "g (float[1,4] x) => (float[1,4] y) { y = com.microsoft.EPContext<embed_mode=1>(x) }"
     path = tmp_path / "m_ctx.onnx"
-    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> {text}'), path)
+    onnx.save(parse_net(text, imports=', "com.microsoft" : 1'), path)
     rows = [{"x": np.ones((1, 4), np.float32)}]
     inputs = from_list(rows)
     assert find_input_mistake(path, inputs, from_list([{"y": rows[0]["x"]}]), "y") is None
