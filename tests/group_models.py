@@ -41,7 +41,7 @@ def make_speech(folder: Path, samples: int = 40, seed: int = 0) -> Path:
     tokens = len(LETTERS) + 2
     # The codes are so far apart that noise and 8 bits leave each closest to its own letter.
     codes = np.linalg.qr(rng.normal(size=(WIDTH, WIDTH)))[0][:tokens].astype(np.float32) * 4
-    mix = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / np.sqrt(WIDTH)
+    mix = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / np.float32(WIDTH**0.5)
     _save(
         folder / "encoder.onnx",
         f"""(float[1,{FRAMES},{WIDTH}] sound) => (float[1,{FRAMES},{2 * WIDTH}] memory) {{
