@@ -16,6 +16,8 @@ from edgekit.evidence import Evidence as Evidence
 from edgekit.forecasts.forecast import ForecastReport as ForecastReport
 from edgekit.jobs.build import build as build
 from edgekit.jobs.forecast import forecast as forecast
+from edgekit.jobs.quantize import QuantizeOptions as QuantizeOptions
+from edgekit.jobs.quantize import quantize_for as quantize_for
 from edgekit.model.model import Model as Model
 from edgekit.model.model import load_model as load_model
 from edgekit.package.package import package_bundles as package_bundles

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, replacing_file, require_apart, require_place, work_folder
+from edgekit._files import (
+    AnyPath,
+    as_path,
+    digest_bytes,
+    digest_file,
+    replacing_file,
+    require_apart,
+    require_place,
+    work_folder,
+)
 from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
@@ -58,16 +67,19 @@ _CHOOSING_METHODS = frozenset({"auto", "best"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to quantize: by a method of `plan_quantization`, or by the plan in a file.
+    """How to quantize: by a method, or by the plan in a file.
+
+    With the method "auto" plans are compared by their estimated drop until one loses little, with "best" until one
+    loses nothing. Others are range methods, used without a search.
 
     `state` is the file from which a search continues, `cache` the folder that keeps calibrations. With `layers` each
     activation is also quantized alone. After `time_budget_s` seconds no further plan is tried.
     """
 
     method: str = "auto"
-    plan: Path | None = None
-    state: Path | None = None
-    cache: Path | None = None
+    plan: AnyPath | None = None
+    state: AnyPath | None = None
+    cache: AnyPath | None = None
     layers: bool = False
     time_budget_s: float | None = None
 
@@ -89,9 +101,9 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantize_for(
-    model: Path,
+    model: AnyPath,
     data: Data,
-    out: Path,
+    out: AnyPath,
     recipe: Recipe,
     options: QuantizeOptions | None = None,
     progress: Progress = say_nothing,
@@ -105,6 +117,7 @@ def quantize_for(
         EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
     """
     start, options_given = time.monotonic(), options or QuantizeOptions()
+    model, out = as_path(model), as_path(out)
     require_place(out)
     with work_folder() as work:
         job = _open_job(model, data, recipe, options_given, work, progress, out)
@@ -171,7 +184,7 @@ def _open_job(
     if len(targets) != 1:
         names = ", ".join(target.name for target in targets)
         raise UsageError("a model is quantized for one target at a time", hint=f"name one of {names}")
-    target, plan = targets[0], None if how.plan is None else read_plan(how.plan)
+    target, plan = targets[0], None if how.plan is None else read_plan(as_path(how.plan))
     precision = _choose_integers(target, recipe, plan)
     source = freeze_model(lower_model(load_model(model), work / "lowered"), work / "frozen", recipe.freeze)
     if out is not None:
@@ -209,7 +222,7 @@ def _open_job(
         digests = "".join(digest_file(file) for file in files if file.is_file())
         measured = f"{limit} of {digest_bytes(digests.encode())}" if files else "none"
         key = {"labels": measured, "outputs": msgspec.json.encode(outputs, order="sorted").decode()}
-        state = open_state(how.state, fixed.model, facts.sha256, target, precision, key)
+        state = open_state(as_path(how.state), fixed.model, facts.sha256, target, precision, key)
     max_labelled = None if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=max_labelled, work=work)
     start = time.monotonic()
@@ -218,7 +231,7 @@ def _open_job(
         work=work / "calibration",
         methods=methods,
         fitting=fitting,
-        cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=facts.digests),
+        cache=None if how.cache is None else CacheSettings(folder=as_path(how.cache), digests=facts.digests),
         outputs=outputs,
         progress=progress,
         keep=reference.keep,
@@ -279,8 +292,9 @@ def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
     if job.given is not None:
         require_plan(job.given, model, calibration, search.target)
         return job.given, None
-    if job.recipe.max_drop is not None or method == "auto":
-        goal = None if job.recipe.max_drop is None else job.recipe.max_drop / 100
+    if job.recipe.max_drop is not None or method in _CHOOSING_METHODS:
+        given = 0.0 if method == "best" else job.recipe.max_drop
+        goal = None if given is None else given / 100
         return find_plan(search, max_drop=goal, narrow=narrow, state=job.state)
     plan = plan_quantization(model, calibration, search.target, search.precision, method=method, memo=search.memo)
     store = partial(store_narrow, model, plan, calibration)

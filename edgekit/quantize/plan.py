@@ -54,13 +54,12 @@ class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One choice of range method and rounding, with its signal-to-noise ratio on held-out samples.
 
-    `relieved` names the tensors that got 16 bits or float instead of 8 bits; `equalized` says whether channels were
-    equalized. `eight_bit_share` is the share of weight values in 8 bits if the others have 4 bits, else 0.
+    `equalized` says whether channels were equalized. `eight_bit_share` is the share of weight values in 8 bits if the
+    others have 4 bits, else 0.
     """
 
     method: str
     rounding: Rounding
-    relieved: tuple[str, ...]
     sqnr_db: float
     equalized: bool = False
     eight_bit_share: float = 0.0

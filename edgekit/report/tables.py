@@ -306,9 +306,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if report.refused:
         yield f"no session of it is expected, {report.refusal}; edgekit build leaves such nodes in float"
     if report.advice:
-        is_lost = loses_much(report.predicted) or not changes_many(report.predicted)
-        what = "much is lost" if is_lost else "many decisions change"
-        yield f"{what}; {report.advice}"
+        missed = "many decisions change" if changes_many(report.predicted) else "no plan meets the goal"
+        yield f"{'much is lost' if loses_much(report.predicted) else missed}; {report.advice}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples
     if wanted is not None:
         more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"
@@ -328,7 +327,6 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     for tried in report.steps:
         more = ", channels equalized" if tried.equalized else ""
         more += f", {tried.eight_bit_share:.1%} of the weights keep 8 bits" if tried.eight_bit_share else ""
-        more += f", {len(tried.relieved)} out of 8 bits" if tried.relieved else ""
         yield f"- {tried.method}, {tried.rounding}{more}: {tried.sqnr_db:.1f} dB on held-out samples"
     if report.left_out:
         yield f"the time budget ended; left out: {', '.join(report.left_out)}"

@@ -99,7 +99,7 @@ def write_data(folder: Path, *, bad: int | None = None, count: int = COUNT) -> N
 
 def run(folder: Path, cache: str | None = "cache", method: str = "mse") -> tuple[bytes, QuantizeReport, list[str]]:
     said: list[str] = []
-    kept = None if cache is None else folder / cache
+    kept = None if cache is None else str(folder / cache)
     how = QuantizeOptions(method=method, cache=kept)
     data = Data(source=str(folder / "d.npz"))
     report = quantize_for(folder / "m.onnx", data, folder / "q.onnx", RECIPE, how, said.append)

@@ -142,6 +142,12 @@ def make_search(
     )
 
 
+def choose_plan(calibrated: tuple[Model, Calibration], samples: Samples, target: Target, folder: Path) -> QuantPlan:
+    """The plan that the default mode chooses for 8 bits."""
+    search = make_search(calibrated, FloatReference(calibrated[0], samples), target, folder)
+    return find_plan(search, max_drop=None, narrow=False)[0]
+
+
 def find_searched(
     folder: Path, model: Model, arrays: Sequence[Tensors], target: Target, precision: Precision = "int8"
 ) -> Searched:

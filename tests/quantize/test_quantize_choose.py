@@ -8,13 +8,14 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from quantize_models import COLLAPSING, draft_of, make_model, make_samples, plan_model, random_samples
+from quantize_models import draft_of, make_model, make_samples, plan_model, random_samples
 from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
 from edgekit.graph.graph import view_model
+from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Budget
@@ -43,6 +44,7 @@ from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
 from edgekit.quantize.qdq import place_plan
 from edgekit.quantize.ranges import TensorRange
+from edgekit.recipe import Data, Recipe
 from edgekit.target import Precision, load_target
 
 
@@ -167,30 +169,6 @@ def test_rows_gathered_from_a_table_keep_the_scale_of_the_table(tmp_path: Path, 
     assert plan_model(model, tmp_path, target, samples, "auto")[1].judged[0].sqnr_db > 20
 
 
-@pytest.mark.parametrize(
-    ("target", "steps", "kept", "floats"),
-    [("qnn", [1, 3, 7], 3, set[str]()), ("nnapi", [1, 3], 1, {"n3_Mul", "n4_MatMul", "n5_Tanh"})],
-)
-def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, target: str, steps: list[int], kept: int, floats: set[str]
-) -> None:
-    model, calibration = collapsing
-    plan = plan_quantization(model, calibration, load_target(target), "int8")
-    relieved = [entry for entry in plan.judged if entry.relieved]
-    tried = {len(entry.relieved): entry for entry in relieved}
-    assert len(tried) == len(relieved)
-    reached, best = max(entry.sqnr_db for entry in plan.judged if not entry.relieved), 0
-    for count in steps:
-        if tried[count].sqnr_db >= reached + 1:
-            reached, best = tried[count].sqnr_db, count
-    assert (sorted(tried), best) == (steps, kept)
-    assert (plan.method, plan.rounding) == (tried[kept].method, tried[kept].rounding)
-    assert set(plan.wide) == (set() if floats else set(tried[kept].relieved))
-    assert {node.name for node in plan.float_nodes} == floats
-    assert all(node.op == "Tanh" or "8 bits do not hold" in node.reason for node in plan.float_nodes)
-    CpuSession(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model.path, SessionSettings())
-
-
 def test_learned_roundings_are_judged_once(net: Model, many: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, memo = draft_of(net, many, "cpu"), Memo()
     quick = judge_draft(draft, memo)
@@ -264,7 +242,7 @@ def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model,
     draft = draft_of(net, many, "qnn")
 
     def judged(*ratios: float) -> Judged:
-        found = tuple(Candidate(method="mse", rounding="bias", relieved=(), sqnr_db=ratio) for ratio in ratios)
+        found = tuple(Candidate(method="mse", rounding="bias", sqnr_db=ratio) for ratio in ratios)
         return Judged(draft=draft, found=Judgement(candidates=found, method="minmax", unrounded_db=0.0))
 
     first, second = judged(20.0, 5.0), judged(21.5, 5.0)
@@ -272,7 +250,7 @@ def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model,
     assert prefer_draft(first, second, 1.5) is first
     assert prefer_draft(second, first, -1.0) is second
     assert prefer_draft(first, None, 1.0) is first
-    learned = Candidate(method="mse", rounding="gptq", relieved=(), sqnr_db=30.0)
+    learned = Candidate(method="mse", rounding="gptq", sqnr_db=30.0)
     more = msgspec.structs.replace(first.found, candidates=(learned, *first.found.candidates))
     assert (first.quick_db, Judged(draft=draft, found=more).quick_db) == (20.0, 20.0)
 
@@ -289,22 +267,18 @@ def test_a_step_of_many_tensors_keeps_the_ranges_before_it(collapsing: tuple[Mod
         assert (step.method, step.rounding, step.ranges) == ("mse", "nearest", calibration.ranges["mse"])
 
 
-def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, many: Calibration) -> None:
-    plans = [plan_quantization(net, many, load_target("qnn"), "int8", method=method) for method in ("auto", "best")]
-    assert [any(entry.relieved for entry in plan.judged) for plan in plans] == [False, True]
-
-
-def test_best_goes_on_to_30_db_where_what_leaves_8_bits_is_float(tmp_path: Path) -> None:
-    text = COLLAPSING.replace("e = Mul(d, d) f = MatMul(e, v)", "f = MatMul(d, v)")
-    model = make_model(text, tmp_path / "m.onnx", {"w": (32, 32), "v": (32, 32)})
-    calibration = calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
+def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, tmp_path: Path) -> None:
+    rows = [*random_samples(net, count=64)]
+    np.savez(tmp_path / "d.npz", allow_pickle=False, x=np.stack([row["x"] for row in rows]))
+    data, recipe = Data(source=str(tmp_path / "d.npz")), Recipe(targets=("qnn",))
     auto, best = (
-        plan_quantization(model, calibration, load_target("nnapi"), "int8", method=method)
+        quantize_for(net.path, data, tmp_path / "q.onnx", recipe, QuantizeOptions(method=method))
         for method in ("auto", "best")
     )
-    assert 20 < auto.judged[0].sqnr_db < best.judged[0].sqnr_db - 1 < 29
-    assert [node.op for node in auto.float_nodes] == ["Tanh"]
-    assert len(best.float_nodes) > 1
+    assert {trial.step for trial in auto.trials} == {"all", "minmax"}
+    assert {trial.step for trial in best.trials} >= {"all", "relieve 1", "relieve 3"}
+    assert best.predicted.sqnr_db > auto.predicted.sqnr_db + 1
+    assert (best.max_drop, best.met) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +291,7 @@ def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Pre
     draft = draft_of(model, calibration, "qnn", precision)
     judged = judge_draft(draft, Memo())
     assert learn_roundings(draft, judged, Memo()) == judged
-    assert {(each.rounding, each.relieved, each.equalized) for each in judged.candidates} == {("nearest", (), False)}
+    assert {(each.rounding, each.equalized) for each in judged.candidates} == {("nearest", False)}
     assert "minmax" in {each.method for each in judged.candidates}
 
 
@@ -372,7 +346,7 @@ def test_with_a_bound_planning_takes_few_runs(net: Model, tmp_path: Path, monkey
         return run(session, inputs, outputs)
 
     monkeypatch.setattr(CpuSession, "run", count)
-    plan = plan_quantization(net, measured, load_target("nnapi"), "int8", method="best")
+    plan = plan_quantization(net, measured, load_target("nnapi"), "int8")
     assert 0 < sum(runs) <= 2 * 48
     assert plan.judged[0].sqnr_db > 20
 
@@ -435,8 +409,8 @@ def measured(net: Model, tmp_path: Path) -> Calibration:
     return calibrate_model(net, random_samples(net, count=24), work=tmp_path / "measured")
 
 
-def _plan(net: Model, measured: Calibration, budget: Budget, method: str = "best") -> QuantPlan:
-    return plan_quantization(net, measured, load_target("nnapi"), "int8", method=method, memo=Memo(budget=budget))
+def _plan(net: Model, measured: Calibration, budget: Budget) -> QuantPlan:
+    return plan_quantization(net, measured, load_target("nnapi"), "int8", memo=Memo(budget=budget))
 
 
 def test_without_time_nothing_is_tried(net: Model, measured: Calibration) -> None:
@@ -455,7 +429,7 @@ def test_more_time_brings_no_less(net: Model, measured: Calibration, monkeypatch
             plan = _plan(net, measured, budget)
         tried.append(len(plan.judged))
         left.append(len(budget.left_out))
-        best = max((candidate.sqnr_db for candidate in plan.judged if not candidate.relieved), default=0.0)
+        best = max((candidate.sqnr_db for candidate in plan.judged), default=0.0)
         assert not plan.judged or plan.judged[0].sqnr_db >= best
     assert tried == sorted(tried)
     assert left[0] > 1

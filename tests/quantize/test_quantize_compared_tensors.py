@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fixture_types import present
 from onnx import numpy_helper, parser
-from quantize_models import Units, make_model, make_samples, plan_model, random_samples, sqnr_db
+from quantize_models import Units, choose_plan, make_model, make_samples, plan_model, random_samples, sqnr_db
 from tiny_models import save_net
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -192,7 +192,7 @@ def test_texts_among_the_inputs_do_not_hinder_the_choice_of_a_plan(tmp_path: Pat
     held = [row["s"].item() for row, _ in read_held_out(work)]
     assert (len(held), {*held}) == (16, {"cat", "dog"})
     assert calibrate_model(model, samples, work=tmp_path / "again", cache=cache).notes == calibration.notes == ()
-    plan = plan_quantization(model, calibration, load_target("cpu"), "int8")
+    plan = choose_plan((model, calibration), samples, load_target("cpu"), tmp_path)
     quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     assert plan.judged
     assert sqnr_db(model, quantized, rows) > 30
@@ -270,9 +270,9 @@ def rejected(tmp_path: Path) -> tuple[Model, Calibration]:
 def test_decisions_win_over_power(rejected: tuple[Model, Calibration], tmp_path: Path) -> None:
     model, calibration = rejected
     target = load_target("cpu")
-    plan = plan_quantization(model, calibration, target, "int8", relieve=False)
+    plan = plan_quantization(model, calibration, target, "int8")
     by_power = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
-    other = plan_quantization(model, by_power, target, "int8", relieve=False)
+    other = plan_quantization(model, by_power, target, "int8")
     assert (plan.method.split("-")[0], other.method) == ("percentile", "mse")
 
     def changed(chosen: QuantPlan) -> float:

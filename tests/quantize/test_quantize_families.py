@@ -9,14 +9,14 @@ import numpy as np
 import onnxruntime.quantization as stock
 import pytest
 from collapsing_models import DETECTOR, SEGMENTATION, SEPARABLE, SPECTRUM, SUBPIXEL, draw_samples, make_collapsing
+from quantize_models import choose_plan
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import calibrate_model, quantize_model
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.ranges import TensorRange, share_ranges, shared_tensors
 from edgekit.target import load_target
 
@@ -80,9 +80,8 @@ def test_a_family_that_collapses_comes_back(family: Family, tmp_path: Path) -> N
     ruined = run(quantize_stock(model, known, tmp_path / "stock.onnx"), new)
     calibration = calibrate_model(model, known, work=tmp_path / "work")
     ratios = {"stock": worst_db(expected, ruined, family.cut)}
-    memo = Memo()
     for name, settings in TARGETS:
-        plan = plan_quantization(model, calibration, load_target(name, settings), "int8", memo=memo)
+        plan = choose_plan((model, calibration), known, load_target(name, settings), tmp_path)
         saved = quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx").model
         ratios[name] = worst_db(expected, run(saved.path, new), family.cut)
     assert ratios.pop("stock") < family.stock_below

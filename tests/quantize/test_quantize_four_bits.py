@@ -185,7 +185,7 @@ def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
     calibration = calibrate_model(net, make_samples(samples), work=tmp_path / "work")
     draft = draft_narrow(net, calibration, "comq")
     ratio = judge(draft, draft.plan)
-    lead = Candidate(method="minmax", rounding="comq", relieved=(), sqnr_db=ratio)
+    lead = Candidate(method="minmax", rounding="comq", sqnr_db=ratio)
     found, tried = keep_eight(draft, lead, Budget())
     assert "w1" not in found.bits
     assert "w2" in found.bits

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 from fixture_types import present
-from quantize_models import make_model, make_samples, predicted
+from quantize_models import choose_plan, make_model, make_samples, predicted
 from test_quantize_ranges import as_samples, smooth_images
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
 from edgekit.model.tensors import Array, MeasuredKind, OutputKind, Reading, StatedOutput, Tensors, check_outputs
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import calibrate_model, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES, Loss
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, wanted_samples
@@ -221,7 +221,7 @@ def test_raw_scores_of_boxes_keep_what_a_sigmoid_tells_apart(target: str, tmp_pa
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     assert "scores" in {each.family for each in find_objective(graph, calibration)}
     assert calibration.ranges["minmax"]["y"].low < -2000
-    plan = plan_quantization(model, calibration, load_target(target), "int8")
+    plan = choose_plan((model, calibration), samples, load_target(target), tmp_path)
     quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     for sample in samples:
         wanted, found = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, quantized))

@@ -167,6 +167,15 @@ def test_each_reason_is_printed_once_and_large_float_constants_are_named(report:
     )
 
 
+@pytest.mark.parametrize(
+    ("drop", "agreement", "why"),
+    [(0.021, 0.8, "much is lost"), (0.02, 0.8, "many decisions change"), (0.02, 0.95, "no plan meets the goal")],
+)
+def test_advice_says_why_it_is_given(report: QuantizeReport, drop: float, agreement: float, why: str) -> None:
+    predicted = replace(report.predicted, drop_estimate=drop, top1_agreement=agreement, measure="top-1 accuracy")
+    assert f"{why}; try int16" in [*describe_quantization(replace(report, predicted=predicted, advice="try int16"))]
+
+
 def test_a_recipe_keeps_large_constants_in_float32(report: QuantizeReport, tmp_path: Path) -> None:
     recipe, out = Recipe(targets=("cpu",), float_constants="float32"), tmp_path / "whole.onnx"
     whole = quantize_for(tmp_path / "m.onnx", Data(source=str(tmp_path / "data.npz")), out, recipe)

@@ -24,9 +24,6 @@ from edgekit.target import Precision, Target
 class _Subject(candidates.Subject, frozen=True, kw_only=True):
     """The arguments of `plan_quantization`."""
 
-    method: str
-    relieve: bool
-
     @cached_property
     def pairs(self) -> equalize.MeasuredPairs:
         """The pairs of tensors whose channels may be equalized, measured once."""
@@ -65,20 +62,18 @@ def plan_quantization(
     precision: Precision,
     *,
     method: str = "auto",
-    relieve: bool = True,
     memo: candidates.Memo | None = None,
 ) -> QuantPlan:
     """Returns the plan of quantizing a prepared float model for a target.
 
     With the method "auto" several range methods and roundings are built and judged on the held-out samples of the
     calibration. The one closest to the float model is planned, so on these samples it is never worse than minmax with
-    weights rounded to nearest. "best" then gives the most harmful tensors more than 8 bits, a few more at each step, as
-    long as that helps: 16 bits if the target supports them, else float; "auto" does so only if the model has collapsed
-    (below 20 dB). Below 40 dB, channels of unequal size are equalized if that helps.
+    weights rounded to nearest. Below 40 dB, channels of unequal size are equalized if that helps. No tensor gets more
+    than the bits of the precision because it loses much: `search_plan` compares such plans.
 
     Without held-out samples (fewer than 8 in all) the plan is minmax with corrected biases. A named range method is
-    used without a search. Without `relieve`, no tensors get more than 8 bits even if the model has collapsed. A `memo`
-    from another target saves what both have in common. When its time budget ends, the best candidate so far is planned.
+    used without a search. A `memo` from another target saves what both have in common. When its time budget ends, the
+    best candidate so far is planned.
 
     Raises:
         UsageError: the precision is no integer precision, there is no such method, or the statistics are gone.
@@ -87,7 +82,7 @@ def plan_quantization(
     """
     graph = open_float_graph(model, calibration)
     plan = draft_plan(model, graph, calibration, target, precision)
-    if method not in {"auto", "best"}:
+    if method != "auto":
         return candidates.choose_ranges(graph, plan, calibration, method, "nearest")
     if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
         return candidates.choose_ranges(
@@ -96,10 +91,7 @@ def plan_quantization(
     memo = candidates.Memo() if memo is None else memo
     if not memo.budget.allows("range methods and roundings"):
         return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias")
-    subject = _Subject(
-        model=model, calibration=calibration, target=target, precision=precision, memo=memo, method=method,
-        relieve=relieve,
-    )  # fmt: skip
+    subject = _Subject(model=model, calibration=calibration, target=target, precision=precision, memo=memo)
     # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
     best = memo.budget.attempt("range methods and roundings", partial(_plan_best, subject))
     return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
@@ -198,34 +190,17 @@ def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, throug
 
 
 def _finish(subject: _Subject, judged: Judged) -> Finished:
-    draft, lead, attempt = judged.draft, judged.found.candidates[0], subject.memo.budget.attempt
-    found = _relieve(subject, draft, lead)
-    # In a collapsed plan the gain of a shorter range does not show; `relieve_step` fits inputs later.
-    waits = not subject.relieve and found.ratio_db < relief.COLLAPSED_DB and is_relievable(found.plan)
-    if waits or found.ratio_db >= GOOD_DB:
-        return found
-    is_judged = found.plan == draft.choose(judged.found.method, lead.rounding).plan
-    draft, reached_db = msgspec.structs.replace(draft, plan=found.plan), judged.found.unrounded_db
-    plan = attempt("ranges of inputs", partial(relief.fit_inputs, draft, reached_db if is_judged else None))
-    if plan is None or plan == found.plan:
-        return found
-    fitted = candidates.judge_plan(msgspec.structs.replace(draft, plan=plan))
-    return Finished(plan=plan, ratio_db=fitted.sqnr_db, tried=(*found.tried, fitted))
-
-
-def _relieve(subject: _Subject, draft: candidates.Draft, lead: Candidate) -> Finished:
-    draft = draft.choose(lead.method, lead.rounding)
-    budget = subject.memo.budget
+    lead, budget = judged.found.candidates[0], subject.memo.budget
+    draft = judged.draft.choose(lead.method, lead.rounding)
     plan, kept = budget.attempt("weights kept at 8 bits", partial(keep_eight, draft, lead, budget)) or (draft.plan, ())
-    lead = max((lead, *kept), key=lambda candidate: candidate.sqnr_db)
-    draft = msgspec.structs.replace(draft, plan=plan)
-    thorough = subject.method == "best"
-    is_enough = not subject.relieve or (not thorough and lead.sqnr_db >= relief.COLLAPSED_DB)
-    if not is_relievable(draft.plan) or is_enough:
-        return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
-    widens = subject.widens
-    # Float nodes do not run on the accelerator, so unless "best" is asked for, no more of them are used than needed.
-    enough_db = GOOD_DB if widens or thorough else relief.COLLAPSED_DB
-    relieve = partial(relief.relieve_plan, draft, lead, enough_db, subject.memo, widens=widens)
-    plan, tried = subject.memo.budget.attempt("tensors out of 8 bits", relieve) or (draft.plan, ())
-    return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=(*kept, *tried))
+    found = Finished(plan=plan, ratio_db=max(each.sqnr_db for each in (lead, *kept)), tried=kept)
+    # In a collapsed plan the gain of a shorter range does not show; `relieve_step` fits inputs later.
+    if found.ratio_db >= GOOD_DB or (found.ratio_db < relief.COLLAPSED_DB and is_relievable(plan)):
+        return found
+    is_judged = plan == judged.draft.choose(judged.found.method, lead.rounding).plan
+    draft, reached_db = msgspec.structs.replace(draft, plan=plan), judged.found.unrounded_db
+    fitted = budget.attempt("ranges of inputs", partial(relief.fit_inputs, draft, reached_db if is_judged else None))
+    if fitted is None or fitted == plan:
+        return found
+    candidate = candidates.judge_plan(msgspec.structs.replace(draft, plan=fitted))
+    return Finished(plan=fitted, ratio_db=candidate.sqnr_db, tried=(*kept, candidate))

@@ -406,7 +406,7 @@ def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto) -
     plan = msgspec.structs.replace(draft.plan, rounding=rounding)
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
     ratio = round(draft.open_judge(qdq, keep_float_weights=False)(), 3)
-    return Candidate(method=plan.method, rounding=rounding, relieved=(), sqnr_db=ratio, equalized=bool(plan.factors))
+    return Candidate(method=plan.method, rounding=rounding, sqnr_db=ratio, equalized=bool(plan.factors))
 
 
 def place_draft(draft: Draft) -> onnx.ModelProto:

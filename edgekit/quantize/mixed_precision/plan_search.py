@@ -176,7 +176,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     known = [trial.plan for trial in state.trials if trial.step == "all"] if state is not None else []
     search.progress(f"{search.target.name}: choose ranges and roundings")
     first = known[0] if known else plan_quantization(
-        search.model, search.calibration, search.target, search.precision, relieve=False, memo=search.memo
+        search.model, search.calibration, search.target, search.precision, memo=search.memo
     )  # fmt: skip
     if not goal.is_given and not (first.judged and search.memo.budget.allows(MORE_RELIEF)):
         return first, None

@@ -27,7 +27,6 @@ from edgekit.quantize.mixed_precision import candidates
 from edgekit.quantize.mixed_precision.sensitivity import Bound, measure_float16, rank_activations
 from edgekit.quantize.objective import find_enlarged, set_range
 from edgekit.quantize.plan import (
-    Candidate,
     FloatNode,
     QuantPlan,
     add_headroom,
@@ -50,51 +49,12 @@ _MOST_NOISE = 0.5
 # How many tensors a ranking looks for: first few, which are enough for most models, then as many as later steps take.
 _RANKED = (_FEW_RELIEVED, _MANY_RELIEVED, 160)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
-_RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
 _WITH_CONSTANTS = frozenset({"Add", "Sub", "Mul", "Div", "Pad"})
 
 
 LEAST_GAIN_DB = 1.0
 """What tensors out of 8 bits must gain, a fifth of the power of the noise: a choice."""
-# How many tensors leave 8 bits at each step, about 2.5 times as many as before.
-_COUNTS = (1, 3, 8, 20, 40)
-
-
-def relieve_plan(
-    draft: candidates.Draft, lead: Candidate, enough_db: float, memo: candidates.Memo, *, widens: bool
-) -> tuple[QuantPlan, tuple[Candidate, ...]]:
-    """Returns the plan of a draft with the worst tensors out of 8 bits, and the tried candidates.
-
-    More and more are taken out until the ratio is `enough_db`, or two steps in a row gain less than a decibel. A step
-    that gained less is not kept, and one that cannot gain it (`bound_relief`) is not built. `lead` is the judged
-    candidate of the draft's own plan.
-
-    Raises:
-        UsageError: the statistics are gone.
-    """
-    best, reached, idle = draft.plan, lead.sqnr_db, 0
-    tried: list[Candidate] = []
-    for count in _COUNTS:
-        if not memo.budget.allows(_RELIEF):
-            break
-        noise = rank_tensors(draft, memo, count)
-        names, wanted_db = tuple(noise)[:count], reached + LEAST_GAIN_DB
-        gains = False
-        if lead.sqnr_db + rise_db(bound_relief([*noise.values()], count)) >= wanted_db:
-            relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
-            if not quantizes_any(draft.graph, relieved):
-                break
-            relieved = candidates.choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
-            found = candidates.judge_plan(msgspec.structs.replace(draft, plan=relieved))
-            tried.append(msgspec.structs.replace(found, relieved=names))
-            gains = found.sqnr_db >= wanted_db
-            best, reached = (relieved, found.sqnr_db) if gains else (best, reached)
-        # Taking out only the worst tensor may gain nothing, if two tensors disturb the same sum.
-        idle = 0 if gains else idle + (count > 1)
-        if idle == 2 or reached >= enough_db or count >= len(noise):
-            break
-    return best, tuple(tried)
 
 
 def relieve_step(subject: candidates.Subject, plan: QuantPlan, count: int, *, before: QuantPlan) -> QuantPlan | None:
