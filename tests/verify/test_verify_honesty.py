@@ -114,7 +114,7 @@ def rows_of(rows: Sequence[Array] | Array) -> Samples:
 
 def test_grids_and_outputs_that_did_not_come_back_are_no_half_precision() -> None:
     wanted = [np.random.default_rng(0).normal(size=16).astype(np.float32)]
-    two, three = np.array([0.25, 0.75] * 8, np.float32), np.array([0.0, 2.0**-10, 0.75, 0.5] * 4, np.float32)
+    two, three = np.array([0.25, 0.75] * 8, np.float32), np.array([0.0, 2.0**-10, 0.75, 0.75] * 4, np.float32)
     assert not find_half_values(rows_of(wanted), rows_of([two]))
     assert find_half_values(rows_of(wanted), rows_of([three]))
     rows: list[Tensors] = [{"y": np.random.default_rng(0).normal(size=16).astype(np.float32), "z": np.ones(16)}]

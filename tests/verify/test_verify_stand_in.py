@@ -126,9 +126,12 @@ def test_what_the_metric_of_several_values_lost_on_the_common_samples_counts(tmp
     limit = TaskLimit(name="psnr", max_drop=0.3, peak=1.0)
     (same,) = verify(bundle, InProcess(name="slow"), limit=limit).runs
     assert metric_lines(same) == ()
-    off = InProcess(name="slow", lie=lambda rows: [{"y": row["y"] - np.float32(0.0047)} for row in rows])
-    (near,) = verify(bundle, off, limit=limit).runs
-    assert present(near.stand_in).agrees
+
+    def shifted(by: float) -> InProcess:
+        return InProcess(name="slow", lie=lambda rows: [{"y": row["y"] - np.float32(by)} for row in rows])
+
+    near, far = (verify(bundle, shifted(by), limit=limit).runs[0] for by in (0.0047, 0.0071))
+    assert (present(near.stand_in).agrees, present(far.stand_in).agrees) == (True, False)
     best, moved = (present(run.stand_in).task for run in (same, near))
     assert moved.difference == pytest.approx(-0.4, abs=0.02)
     share = present(moved.difference) / best.reference
