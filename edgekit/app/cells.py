@@ -182,17 +182,6 @@ def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
     return place / files.sha256 / files.name
 
 
-def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
-    """Puts the results of a cell into a store as one object.
-
-    Raises:
-        EdgekitError: the store cannot be written.
-    """
-    with work_folder() as work:
-        write_archive(list_files(cell_folder(app, cell)), work / "cell.tar", "tar")
-        store.put(name_cell(key), work / "cell.tar")
-
-
 def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | None:
     """Copies the result that a store holds for a key into the cell's folder, and returns it; None if none is usable.
 
@@ -294,11 +283,16 @@ def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ..
     return make_key(app, cell, external, digests), external
 
 
-def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept: BuildCache) -> CellResult:
-    """Builds and verifies a cell and returns the result; a bundle is stored together with its result.
+def build_cell(
+    app: App, cell: Cell, digests: Digests, progress: Progress, kept: BuildCache, store: Store | None
+) -> CellResult:
+    """Builds and verifies a cell and returns the result; a bundle and its result are put into the `store`, if any.
 
     Cells of one model share the intermediate results in `kept`. If a cell cannot be built, its result says why, and the
     next run tries again.
+
+    Raises:
+        EdgekitError: the result or the store cannot be written.
     """
     folder, start, report_step = cell_folder(app, cell), time.monotonic(), name_steps(progress, cell.name)
     try:
@@ -324,6 +318,10 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept:
     result = msgspec.structs.replace(result, seconds=round(time.monotonic() - start, 2))
     if result.bundle:
         write_result(folder, result)
+        if store is not None:
+            with work_folder() as work:
+                write_archive(list_files(folder), work / "cell.tar", "tar")
+                store.put(name_cell(result.key), work / "cell.tar")
     return result
 
 

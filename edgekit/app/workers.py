@@ -30,7 +30,6 @@ from edgekit.app.cells import (
     forget_cell,
     name_cell,
     open_store,
-    publish_cell,
     store_files,
 )
 from edgekit.app.config import App, AppTable, Cell
@@ -70,11 +69,7 @@ def build_cells(
     for _, group in groupby(cells, key=lambda cell: cell.model):
         with work_folder() as work:
             kept = BuildCache(folder=app.out / CACHE, work=work)
-            for cell in group:
-                result = build_cell(app, cell, digests, progress, kept)
-                if store is not None and result.bundle:
-                    publish_cell(app, cell, result.key, store)
-                yield result
+            yield from (build_cell(app, cell, digests, progress, kept, store) for cell in group)
 
 
 def use_cluster(
@@ -149,9 +144,7 @@ def build_on_worker(
                 leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
             facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
             worker.log_event(TOPIC, {"what": "begin", **facts})
-            result = build_cell(app, cell, digests, say_nothing, BuildCache(folder=folder / CACHE))
-            if result.bundle:
-                publish_cell(app, cell, key, store)
+            result = build_cell(app, cell, digests, say_nothing, BuildCache(folder=folder / CACHE), store)
             worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})
         forget_cell(app, cell)
         return result

@@ -126,10 +126,7 @@ def show_checks(summary: checked.CheckSummary) -> None:
         show_line(checked.describe_check(report))
         if report.taken < report.nodes:
             print_table(checked.table_check(report))
-        show_remarks(checked.describe_as_is(report, summary.as_is.get(name)))
-        show_remarks(checked.describe_built(summary, name))
-        show_remarks(checked.list_check_remarks(report, summary.observed.get(name)))
-        show_remarks(line for _, line in checked.list_advice(report.advice))
+        show_remarks(checked.list_check_remarks(summary, name))
     if summary.refusal is not None:
         show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
     for line in summary.fixed_axes:

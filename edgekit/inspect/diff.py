@@ -11,7 +11,7 @@ from edgekit.bundle.manifest import BundledFile
 from edgekit.bundle.multi import opened_bundle
 from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
-from edgekit.inspect.inspect import MODEL_SUFFIXES, LayerSize, find_shown_model, inspect_model, measure_layers
+from edgekit.inspect.inspect import MODEL_SUFFIXES, find_shown_model, inspect_model, measure_layers
 from edgekit.serialize import to_builtins
 from edgekit.verify.report import VerifyReport, read_known
 
@@ -136,14 +136,23 @@ def _compare_contents(
     old, new = ({name: entry.size_bytes for name, entry in side.items()} for side in files)
     changed = sorted(name for name, *_ in _list_changes(*files))
     # Equal files have equal layers.
-    layers = [measure_layers(model) if model and changed else () for model in models]
+    layers = [{it.name: it for it in measure_layers(model)} if model and changed else {} for model in models]
     return {
         "old_bytes": sum(old.values()),
         "new_bytes": sum(new.values()),
         "update_bytes": sum(new.get(name, 0) for name in changed),
         "files": tuple(FileChange(name=name, old_bytes=old.get(name), new_bytes=new.get(name)) for name in changed),
         "facts": tuple(_compare_facts(*facts)),
-        "layers": tuple(_compare_layers(*layers)),
+        "layers": tuple(
+            LayerChange(
+                name=name,
+                old_op=None if before is None else before.op,
+                new_op=None if after is None else after.op,
+                old_bytes=None if before is None else before.weight_bytes,
+                new_bytes=None if after is None else after.weight_bytes,
+            )
+            for name, before, after in _list_changes(*layers)
+        ),
     }
 
 
@@ -168,18 +177,6 @@ def _compare_nodes(old: CheckReport, new: CheckReport) -> Iterator[NodeChange]:
     taken = [{node.name: node.taken for node in check.node_list} for check in (old, new)]
     for name, before, after in _list_changes(*taken):
         yield NodeChange(name=name, op=ops[name], old=before, new=after)
-
-
-def _compare_layers(old: Sequence[LayerSize], new: Sequence[LayerSize]) -> Iterator[LayerChange]:
-    named = [{layer.name: layer for layer in layers} for layers in (old, new)]
-    for name, before, after in _list_changes(*named):
-        yield LayerChange(
-            name=name,
-            old_op=None if before is None else before.op,
-            new_op=None if after is None else after.op,
-            old_bytes=None if before is None else before.weight_bytes,
-            new_bytes=None if after is None else after.weight_bytes,
-        )
 
 
 def _compare_accuracy(old: VerifyReport | None, new: VerifyReport | None) -> Iterator[AccuracyChange]:

@@ -87,14 +87,6 @@ def describe_check(report: CheckReport) -> str:
     return f"{report.target}: {report.verdict}; {taken} {where}"
 
 
-def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
-    """Yields what a provider takes of the unchanged file, if it differs from what it takes of the prepared model."""
-    now = report.placed
-    if placed is not None and (placed.taken, placed.nodes, placed.partitions) != (now.taken, now.nodes, now.partitions):
-        taken = f"{describe_taken(placed)} in {count_of(placed.partitions, 'partition')}"
-        yield f"the file as it is: {taken}; the figures above are those after edgekit prepare or build"
-
-
 def describe_built(summary: CheckSummary, name: str) -> Iterator[str]:
     """Yields what a provider takes of the model that `build` ships, if that differs from the prepared model."""
     if (report := summary.built.get(name)) is not None:
@@ -149,8 +141,17 @@ def describe_fates(report: CheckReport) -> str:
     return f"of the model's {counts.total()} nodes: {changed} before the provider sees them" if changed else ""
 
 
-def list_check_remarks(report: CheckReport, seen: Observed | str | None = None) -> Iterator[str]:
-    """Yields the remarks on a verdict except the nodes not taken, the worst first, what a real provider did last."""
+def list_check_remarks(summary: CheckSummary, name: str) -> Iterator[str]:
+    """Yields the remarks on the verdict for a target except the nodes not taken, the worst first, the advice last.
+
+    Before them comes what the provider takes of the unchanged file and of the model that `build` ships, if it differs.
+    """
+    report, as_is = summary.targets[name], summary.as_is.get(name)
+    now = report.placed
+    if as_is is not None and (as_is.taken, as_is.nodes, as_is.partitions) != (now.taken, now.nodes, now.partitions):
+        taken = f"{describe_taken(as_is)} in {count_of(as_is.partitions, 'partition')}"
+        yield f"the file as it is: {taken}; the figures above are those after edgekit prepare or build"
+    yield from describe_built(summary, name)
     if report.counted_at is not msgspec.UNSET:
         sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
         options = " ".join(f"--dim {name}=INT" for name in report.counted_at)
@@ -169,8 +170,9 @@ def list_check_remarks(report: CheckReport, seen: Observed | str | None = None) 
         yield f"fatal: {op} {some} the session fail or its results wrong"
     yield from (f"risk: {risk}" for risk in report.risks)
     yield from list_remarks(report)
-    if seen is not None:
-        yield from list_observed(seen)
+    if name in summary.observed:
+        yield from list_observed(summary.observed[name])
+    yield from (line for _, line in list_advice(report.advice))
 
 
 def list_remarks(report: CheckReport) -> Iterator[str]:

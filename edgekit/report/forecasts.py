@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 
 from rich.table import Table
@@ -103,7 +103,11 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
             # The fastest precision, with those that are slower by less than a tenth.
             same = [bits for bits in BITS if bits in times and times[bits] <= fastest_ms * _EQUAL_FACTOR]
             if not is_measured:
-                answer = _choose_by_measured_pairs(list(rows), report.faster)
+                # The precision that was the fastest for most networks that were measured in several precisions.
+                faster = {bits: {other: report.faster[bits][other] for other in rows if other != bits} for bits in rows}
+                best = max(rows, key=lambda bits: min(faster[bits].values()))
+                shares = ", ".join(f"{share:.0%} against {other}" for other, share in faster[best].items())
+                answer = f"{best} forecast to be the fastest, as it was in most measured pairs ({shares})"
             elif same == ["float"]:
                 answer = "float is forecast to be the fastest, so quantizing would cost time"
             elif "float" in same:
@@ -112,13 +116,6 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
                 answer = f"{' and '.join(same)} forecast to be the fastest"
             found.setdefault(answer, []).append(device)
     yield from (f"{answer}: {', '.join(devices)}" for answer, devices in found.items())
-
-
-def _choose_by_measured_pairs(precisions: Sequence[Bits], faster: Mapping[Bits, Mapping[Bits, float]]) -> str:
-    """Returns which precision was the fastest for most networks that were measured in several precisions."""
-    best = max(precisions, key=lambda bits: min(faster[bits][other] for other in precisions if other != bits))
-    shares = ", ".join(f"{faster[best][other]:.0%} against {other}" for other in precisions if other != best)
-    return f"{best} forecast to be the fastest, as it was in most measured pairs ({shares})"
 
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 250.0, 985.0, 30.0, 15.0, 9.0

@@ -195,21 +195,26 @@ def test_what_was_observed_to_fail_is_not_recommended() -> None:
 
 
 def test_risks_fatal_nodes_and_disagreements_are_shown() -> None:
+    def remark(report: CheckReport, **observed: Observed | str) -> list[str]:
+        found = recommend_target({"t": report}, {})
+        summary = CheckSummary(model="m", sha256="0", targets={"t": report}, recommended=found, observed=observed)
+        return list(list_check_remarks(summary, "t"))
+
     report = _report("t", _node("bad", fatal=True), _node(risks=("it may fail",)))
     fatal = zip("abc", ("Conv", "Gemm", "Conv"), strict=True)
     many = _report("t", *(_node(name, op=op, fatal=True) for name, op in fatal))
-    assert list(list_check_remarks(many)) == [
+    assert remark(many) == [
         "fatal: Conv 'a' and 1 more make the session fail or its results wrong",
         "fatal: Gemm 'b' makes the session fail or its results wrong",
     ]
-    assert list(list_check_remarks(report)) == [
+    assert remark(report) == [
         "fatal: Conv 'bad' makes the session fail or its results wrong",
         "risk: it may fail",
     ]
-    told = list(list_check_remarks(report, _observed(failure="out of memory")))
+    told = remark(report, t=_observed(failure="out of memory"))
     assert "observed on d: no session: out of memory" in told
     assert any("was predicted taken, and is not" in line for line in told)
-    assert list(list_check_remarks(report, "none here"))[-1] == "not observed: none here"
+    assert remark(report, t="none here")[-1] == "not observed: none here"
 
 
 def test_the_page_escapes_what_models_say() -> None:
