@@ -54,8 +54,7 @@ def test_a_parameter_reaches_the_provider_options() -> None:
 )
 def test_flags_of_nnapi_reach_the_session_and_its_platforms(settings: dict[str, str], options: dict[str, str]) -> None:
     session = load_target("nnapi", settings).session
-    assert session.provider_options == options
-    assert session.platforms["android"].provider_options == options
+    assert (session.provider_options, session.platforms["android"].provider_options) == (options, options)
 
 
 @pytest.mark.parametrize("forms", ['["runtime"]', '["onnx", "full"]'])
@@ -186,8 +185,7 @@ def _profiled(least: str, usual: str, most: str) -> Target:
 def test_one_limit_is_changed_and_the_others_stay() -> None:
     (target,) = load_targets(Recipe(targets=("cpu",), thresholds={"cpu": {"min_sqnr_db": 33.0}}))
     usual = load_target("cpu").thresholds
-    assert target.thresholds.min_sqnr_db == 33.0
-    assert target.thresholds.min_cosine == usual.min_cosine
+    assert (target.thresholds.min_sqnr_db, target.thresholds.min_cosine) == (33.0, usual.min_cosine)
     assert target.thresholds.min_taken_macs == usual.min_taken_macs
 
 

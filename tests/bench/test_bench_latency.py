@@ -153,8 +153,7 @@ def test_only_the_first_of_steady_times_is_left_out() -> None:
     cuts = [find_steady(noise(seed, 100), 50) for seed in range(200)]
     assert np.median(cuts) <= 20
     assert min(cuts) == 1
-    assert find_steady([3.0], 0) == 0
-    assert find_steady([3.0, 2.0], 1) == 1
+    assert (find_steady([3.0], 0), find_steady([3.0, 2.0], 1)) == (0, 1)
 
 
 def test_a_pause_of_the_system_is_no_warm_up() -> None:
@@ -334,8 +333,7 @@ def test_times_and_verifications_share_a_history(tmp_path: Path) -> None:
 def test_an_export_for_dashboards_has_one_point_for_each_figure() -> None:
     points = list_series(report(RUN, msgspec.structs.replace(RUN, failure="gone")))
     assert [(point.unit, round(point.value, 3)) for point in points] == [("ms", 10), ("ms", 12), ("ms", 40), ("MB", 30)]
-    assert points[0].name == "m.onnx on host, batch 1, 1 at once: median"
-    assert points[0].range == "± 0.1"
+    assert (points[0].name, points[0].range) == ("m.onnx on host, batch 1, 1 at once: median", "± 0.1")
 
 
 def test_the_command_records_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: Shown) -> None:

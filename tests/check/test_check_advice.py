@@ -218,5 +218,4 @@ def test_a_rewrite_by_which_more_nodes_and_less_of_the_work_stay_on_the_cpu_is_a
         a = com.microsoft.QLinearConcat<axis=1>(s, z, c, s, z, c, s, z) b = com.microsoft.QLinearSigmoid(a, s, z, s, z)
         d = com.microsoft.QLinearSigmoid(b, s, z, s, z) y = DequantizeLinear(d, s, z) }"""
     advice = _advice(tmp_path, body, "xnnpack")["split-qlinear"]
-    assert advice.gain_nodes == 0
-    assert advice.gain_macs == 64
+    assert (advice.gain_nodes, advice.gain_macs) == (0, 64)

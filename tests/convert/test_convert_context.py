@@ -53,8 +53,7 @@ def test_a_context_serves_the_chips_asked_for(tmp_path: Path, options: ContextOp
     assert converted.files["context"] == ("model_ctx.onnx", *beside)
     node = onnx.load(str(tmp_path / "out/model_ctx.onnx")).graph.node[0]
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
-    assert attributes["embed_mode"] == int(options.embedded)
-    assert attributes["is_multi_soc_ep_context"] == 1
+    assert (attributes["embed_mode"], attributes["is_multi_soc_ep_context"]) == (int(options.embedded), 1)
 
 
 @pytest.mark.parametrize(

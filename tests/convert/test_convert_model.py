@@ -159,8 +159,7 @@ def test_a_config_merges_models_and_is_read_by_onnx_runtime(tmp_path: Path) -> N
     models = write_pair(tmp_path)
     write_operators(models, tmp_path / "ops.config", types=True)
     operators, types = parse_config(str(tmp_path / "ops.config"), True)
-    assert operators["ai.onnx"][11] == {"Conv"}
-    assert operators["com.microsoft"][1] == {"FusedConv"}
+    assert (operators["ai.onnx"][11], operators["com.microsoft"][1]) == ({"Conv"}, {"FusedConv"})
     assert types.is_typed_registration_needed("ai.onnx", "Conv", "float")
     assert not types.is_typed_registration_needed("ai.onnx", "Conv", "double")
     read = read_operators(tmp_path / "ops.config")
@@ -302,7 +301,6 @@ def test_kill_9_leaves_whole_files_or_none(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(argv, check=True, env=environment, capture_output=True, text=True)
     report = json.loads(done.stdout)
-    assert report["expected"] == ["model.onnx", "model.runtime.ort"]
-    assert report["damaged"] == []
+    assert (report["expected"], report["damaged"]) == (["model.onnx", "model.runtime.ort"], [])
     assert len(report["counts"]) == ATTEMPTS
     assert {0, 2} <= set(report["counts"]), "no child was killed before, or none after, its files were there"

@@ -140,8 +140,7 @@ def test_an_interrupted_edgekit_leaves_nothing_running(phone: Phone, tmp_path: P
     if end is signal.SIGKILL:  # what the kernel does to a program on a terminal that closes
         for pid in clients:
             os.kill(pid, signal.SIGKILL)
-    assert machine.left_running() == []
-    assert machine.left_files() == []
+    assert (machine.left_running(), machine.left_files()) == ([], [])
 
 
 def test_only_the_most_recent_sets_of_files_stay_on_a_phone(phone: Phone, tmp_path: Path) -> None:

@@ -75,8 +75,7 @@ def test_the_native_runner_gives_pythons_bits(tmp_path: Path, native: str, pytho
     got = run_in(require_device(native, "nnapi"), job, tmp_path / "a")
     want = run_in(find_device(python, load_target("nnapi")), job, tmp_path / "b")
     assert got.failure is None
-    assert got.placement == want.placement
-    assert got.versions["onnxruntime"] == want.versions["onnxruntime"]
+    assert (got.placement, got.versions["onnxruntime"]) == (want.placement, want.versions["onnxruntime"])
     assert got.cpu_features
     for mine, other in zip(got.outputs, want.outputs, strict=True):
         assert mine["y"].tobytes() == other["y"].tobytes()

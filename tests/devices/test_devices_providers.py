@@ -139,8 +139,7 @@ def test_an_option_that_the_provider_would_ignore_is_refused() -> None:
 
 def test_what_is_installed_is_listed_with_its_device() -> None:
     found = {one.provider: one for one in list_offered()}
-    assert found[CPU_PROVIDER].device == "host"
-    assert found[CPU_PROVIDER].failure == ""
+    assert (found[CPU_PROVIDER].device, found[CPU_PROVIDER].failure) == ("host", "")
     assert CUDA not in found
 
 
@@ -176,8 +175,7 @@ def test_this_machine_is_never_told_to_use_a_gpu_that_it_lacks(monkeypatch: pyte
     assert {"cpu", "cuda", "tensorrt"} <= {*choose_here(Recipe(targets=("auto",))).targets}
     # Where one target is wanted it is the one that has the others behind it.
     assert choose_here(Recipe(targets=("auto",)), alone=True).targets == ("tensorrt",)
-    assert load_target_here("auto").name == "tensorrt"
-    assert load_target_here("cuda").name == "cuda"
+    assert (load_target_here("auto").name, load_target_here("cuda").name) == ("tensorrt", "cuda")
 
 
 def test_a_software_gpu_is_not_recommended_as_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,8 +242,7 @@ def test_each_type_passes_through_files(tmp_path: Path, dtype: str, shape: tuple
     assert done.returncode == 0, done.stderr
     file = tmp_path / f"out/output_0.{form}"
     got = np.load(file) if form == "npy" else numpy_helper.to_array(onnx.load_tensor(str(file)))
-    assert got.shape == shape
-    assert got.tolist() == value.tolist()
+    assert (got.shape, got.tolist()) == (shape, value.tolist())
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,7 @@ def _conv(path: Path, channels: int, *, size: str = "56") -> Path:
 
 def test_work_counts_channels_in_blocks_of_32(tmp_path: Path) -> None:
     work = measure_work(join_graph(infer_model(onnx.load(_conv(tmp_path / "a.onnx", 48)))))
-    assert work.macs == 56 * 56 * 48 * 48 * 9
-    assert work.kinds["matrix"] == 56 * 56 * 64 * 64 * 9
+    assert (work.macs, work.kinds["matrix"]) == (56 * 56 * 48 * 48 * 9, 56 * 56 * 64 * 64 * 9)
     # The Relu is done as the convolution writes.
     assert (work.kinds["nodes"], work.kinds["vector"]) == (1, 0)
     assert work.kinds["outside"] == 2 * 56 * 56 * 48
@@ -64,9 +63,7 @@ def test_one_time_moves_every_other_device_and_narrows_it(tmp_path: Path) -> Non
     assert before[1].ms is not None
     known = KnownTime(device=before[1].device, precision="float", ms=3 * before[1].ms)
     after = forecast(path, phones, ["float"], [known]).rows
-    assert after[1].basis == "measured"
-    assert after[1].ms == known.ms
-    assert after[0].basis == "recalibrated"
+    assert (after[1].basis, after[1].ms, after[0].basis) == ("measured", known.ms, "recalibrated")
     # The ratio of the two devices is what it was: log ms = model + device.
     assert after[0].ms == pytest.approx(3 * (before[0].ms or 0), rel=1e-3)
     widths = [(row.high_ms or 0) / (row.low_ms or 1) for row in (before[0], after[0])]

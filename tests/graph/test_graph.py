@@ -243,8 +243,7 @@ def test_inference_outlives_operators_that_read_a_type_where_none_is(domain: str
     model = helper.make_model(graph, opset_imports=domains)
     # Of what has no type nothing follows, and nothing is lost either: onnx alone ends the process here.
     inferred = infer_model(model)
-    assert list(inferred.graph.node) == list(model.graph.node)
-    assert list(inferred.opset_import) == domains
+    assert (list(inferred.graph.node), list(inferred.opset_import)) == (list(model.graph.node), domains)
 
 
 def test_an_operator_that_needs_a_type_is_inferred_where_one_is_known_by_then() -> None:

@@ -194,8 +194,7 @@ def test_a_bad_sample_that_is_mended_costs_only_what_follows(folder: Path) -> No
         run(folder)
     write_data(folder)
     mended = run(folder)
-    assert mended[1].calibration.known == COUNT - 2
-    assert mended[0] == run(folder, None)[0]
+    assert (mended[1].calibration.known, mended[0]) == (COUNT - 2, run(folder, None)[0])
 
 
 def test_other_data_settings_or_models_are_measured_anew(known: Path) -> None:
@@ -232,8 +231,7 @@ def test_a_damaged_file_is_noticed_and_measured_again(known: Path, how: str) -> 
     path = parts(known)["measured"]
     path.write_bytes(HOSTILE[how](path.read_bytes()))
     again = run(known)
-    assert again[0] == good
-    assert again[1].calibration.known == 0
+    assert (again[0], again[1].calibration.known) == (good, 0)
     assert again[1].calibration.notes[0].startswith(f"'{path}' is not used: ")
     assert run(known)[1].calibration.known == COUNT
 

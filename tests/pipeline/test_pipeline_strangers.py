@@ -95,8 +95,7 @@ def test_the_oracle_rejects_wrong_models(answers: Answers) -> None:
     near, other, holed = wanted + 1e-3 * wanted[::-1], wanted[::-1], wanted.copy()
     near[..., 5:] = wanted[..., 5:]
     holed[3].flat[0] = np.nan
-    assert judge(answers, wanted, near).state == "right"
-    assert judge(answers, wanted, other).state == "wrong"
+    assert (judge(answers, wanted, near).state, judge(answers, wanted, other).state) == ("right", "wrong")
     assert judge(answers, wanted, holed).state == "wrong"
 
 

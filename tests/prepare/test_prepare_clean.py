@@ -169,8 +169,7 @@ def test_a_vector_is_not_transposed_and_a_fused_clip_may_have_one_bound(tmp_path
     assert [(node.op_type, len(node.input)) for node in proto.graph.node] == [
         ("Transpose", 1), ("MatMul", 2), ("Conv", 2), ("Clip", 3)
     ]  # fmt: skip
-    assert proto.graph.node[1].input[0] == "x"
-    assert proto.graph.node[-1].input[2] == ""
+    assert (proto.graph.node[1].input[0], proto.graph.node[-1].input[2]) == ("x", "")
 
 
 def test_what_a_session_saved_is_prepared_as_its_source(tmp_path: Path) -> None:

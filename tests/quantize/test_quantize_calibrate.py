@@ -72,8 +72,7 @@ def test_a_layer_before_a_reshape_and_a_relu_has_the_range_after_the_relu(tmp_pa
     model = make_model(text, tmp_path / "m.onnx", {"w": (6, 6), "v": (6, 6)})
     ranges = calibrate_model(model, random_samples(model), work=tmp_path / "work").ranges["minmax"]
     assert ranges["a"] == ranges["b"] == ranges["c"] == ranges["d"]
-    assert ranges["a"].low == 0.0
-    assert ranges["t"] == ranges["u"]
+    assert (ranges["a"].low, ranges["t"]) == (0.0, ranges["u"])
     # What the graph gives back keeps its range.
     assert ranges["s"].low < 0
 
@@ -285,8 +284,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     seen = {7: b"a" * 32, 0: b"b" * 32}
     write_checkpoint(tmp_path / "c", "key", Checkpoint(seen=seen, arrays=ARRAYS))
     found = present(read_checkpoint(tmp_path / "c", "key", 1 << 20))
-    assert list(found.seen.items()) == list(seen.items())
-    assert list(found.arrays) == list(ARRAYS)
+    assert (list(found.seen.items()), list(found.arrays)) == (list(seen.items()), list(ARRAYS))
     for name, array in ARRAYS.items():
         assert (found.arrays[name].dtype, found.arrays[name].shape) == (array.dtype, array.shape)
         assert np.array_equal(found.arrays[name], array)

@@ -46,8 +46,7 @@ def test_an_error_of_a_class_that_never_wins_counts_for_nothing(reference: Float
     assert reference.predict_drop(loud).sqnr_db < reference.predict_drop(quiet).sqnr_db - 30
     found = reference.compare(loud, quiet)
     assert found < 0
-    assert reference.compare(quiet, loud) == -found
-    assert reference.compare(quiet, quiet) == 0.0
+    assert (reference.compare(quiet, loud), reference.compare(quiet, quiet)) == (-found, 0.0)
 
 
 @pytest.mark.parametrize("bias", ["0.05, 0, 0, 0", "9, 0, 0, 0"])

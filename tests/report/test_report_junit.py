@@ -301,5 +301,4 @@ def test_hostile_names_are_escaped_in_markdown_and_in_the_notebook_frame() -> No
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert all(line.replace("\\|", "").count("|") == 8 for line in rows)
     shown = ek.show(_hostile())._repr_html_()
-    assert shown.count("<") == 2
-    assert shown.count(">") == 2
+    assert (shown.count("<"), shown.count(">")) == (2, 2)

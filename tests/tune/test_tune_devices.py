@@ -47,8 +47,7 @@ def test_settings_are_compared_on_a_named_phone(adb: Adb, tmp_path: Path, host_r
         device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
         job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
         run = device.run_job(set_job(job, SessionSetting(level=Level.DISABLED)), tmp_path)
-        assert machine.left_running() == []
-        assert machine.left_files() == []
+        assert (machine.left_running(), machine.left_files()) == ([], [])
     assert report.evidence is Evidence.DEVICE
     assert report.machine == MachineClass(system="android", machine="x86_64", cores=count_cores())
     assert report.cores == count_cores()
@@ -132,8 +131,7 @@ def test_an_emulated_phone_has_the_xnnpack_threads_of_the_setting(tmp_path: Path
 def test_the_cores_are_those_of_the_device() -> None:
     phone, host = AdbDevice(serial="x"), find_device("host", load_target("cpu"))
     versions = {"system": "Android aarch64", "cores": "8"}
-    assert count_device_cores(phone, versions) == 8
-    assert count_device_cores(phone, {}) == 0
+    assert (count_device_cores(phone, versions), count_device_cores(phone, {})) == (8, 0)
     assert count_device_cores(host, versions) == count_cores()
     assert read_class({"system": "Linux aarch64", "cores": "many"}) == MachineClass(system="linux", machine="aarch64")
     assert read_class({"system": "Linux"}) is None

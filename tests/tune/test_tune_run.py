@@ -147,8 +147,7 @@ def test_a_setting_in_a_bundle_holds_on_its_machines_only(tmp_path: Path) -> Non
     assert find_tuned(after, arm) is None
     job = open_subject(bundle.folder, tmp_path / "w", Opening()).job_for(host)
     assert (job.level, job.threads, job.parallel, job.arena) == (Level.BASIC, 1, True, False)
-    assert Effort(threads=2).apply(job).threads == 2
-    assert Effort().apply(job).threads == 1
+    assert (Effort(threads=2).apply(job).threads, Effort().apply(job).threads) == (2, 1)
     plain = open_subject(bundle.folder, tmp_path / "p", Opening(tuned=False)).job_for(host)
     assert (plain.level, plain.threads) == (Level.ALL, 0)
     # The same machines again: it takes the place of the one before.

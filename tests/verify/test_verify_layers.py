@@ -372,8 +372,7 @@ def save_softmax(weight: npt.NDArray[np.float32], path: Path) -> Model:
 def test_two_classes_exchanged_fail_without_any_limit_and_sharper_ones_pass(tmp_path: Path) -> None:
     first = save_softmax(WEIGHT, tmp_path / "first.onnx")
     sharper = compare_models(first, save_softmax(3 * WEIGHT, tmp_path / "sharper.onnx"), make_samples(64))
-    assert sharper.judge(None) == "pass"
-    assert sharper.judge(30.0) == "fail"
+    assert (sharper.judge(None), sharper.judge(30.0)) == ("pass", "fail")
     exchanged = compare_models(
         first, save_softmax(WEIGHT[:, [1, 0, 2, 3, 4]], tmp_path / "other.onnx"), make_samples(64)
     )

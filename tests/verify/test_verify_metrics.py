@@ -320,8 +320,7 @@ def test_outputs_that_do_not_fit_the_reference_are_a_mismatch_in_words(got: list
 
 def test_a_broken_file_is_a_mismatch() -> None:
     (report,) = compare_outputs(from_list(ROWS), breaking_after(ROWS[:3]))
-    assert report.mismatch == "cannot be read: 'out/3.npy' is cut off"
-    assert report.samples == 3
+    assert (report.mismatch, report.samples) == ("cannot be read: 'out/3.npy' is cut off", 3)
 
 
 def test_nan_of_the_reference_is_told_apart() -> None:
