@@ -156,8 +156,10 @@ def test_a_bundle_cannot_choose_a_device(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.31.1</version><x>", "1.31.1' + evil + '", "", "1.31.1\nimplementation 'x'"])
-def test_text_that_is_no_version_does_not_reach_build_files(tmp_path: Path, version: str) -> None:
-    folder = forge(make_bundle(tmp_path).folder, lambda said: said["versions"].update(onnxruntime=version))
+@pytest.mark.parametrize("is_name", [False, True])
+def test_text_that_is_no_version_does_not_reach_build_files(tmp_path: Path, version: str, *, is_name: bool) -> None:
+    said = {version: "1.31.1"} if is_name else {"onnxruntime": version}
+    folder = forge(make_bundle(tmp_path).folder, lambda raw: raw["versions"].update(said))
     with pytest.raises(BundleError, match="no version"):
         open_bundle(folder)
 

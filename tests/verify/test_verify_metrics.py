@@ -361,7 +361,8 @@ def test_masks_have_an_intersection_over_union() -> None:
     report = compare([{"y": found}], [{"y": wanted}])
     assert report.iou == pytest.approx((4 / 12 + 4 / 12) / 2)
     assert (report.exact_match, report.worst_sample, report.worst_position) == (0.5, 0, 0)
-    for factor in (300, -1):
+    assert compare([{"y": 255 * found}], [{"y": 255 * wanted}]).iou == report.iou
+    for factor in (256, -1):
         assert compare([{"y": found}], [{"y": factor * wanted}]).iou is None
         assert compare([{"y": factor * found}], [{"y": wanted}]).iou is None
     # Of booleans only True is a class: False would have two thirds.
