@@ -1,27 +1,24 @@
 """Builds and verifies one cell of an app (one model, or group of models, for one target), and keeps its result.
 
-Machines share the inputs and the results of cells through a store, as one archive per cell. A store is a folder, or a
-URL that fsspec opens (S3, GCS, HTTP).
+Machines share the results of cells through a store, as one archive per cell. A store is a folder, or a URL that fsspec
+opens (S3, GCS, HTTP).
 """
 
 import importlib
-import os
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from edgekit._files import copy_file, digest_bytes, digest_file, replace_file, staged_entries, work_folder, write_file
+from edgekit._files import copy_file, digest_file, replace_file, staged_entries, work_folder, write_file
 from edgekit.app.config import App, Cell, choose_for
 from edgekit.app.result import RESULT, CellResult, Digests, fail_cell, make_key, read_result, write_result
 from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, open_group
-from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError, DeviceError, EdgekitError, MissingExtraError, UsageError, quote_error
 from edgekit.jobs.build import build
 from edgekit.jobs.build_inputs import BuildCache
@@ -126,60 +123,14 @@ def open_store(place: str) -> Store:
     return RemoteStore(place=place, files=files, root=str(root).rstrip("/"))
 
 
-# The archives are edgekit's own and uncompressed: a result may be as large as its model.
-_LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
+LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
+"""Those of archives in a store: they are edgekit's own and uncompressed, and a result may be as large as its model."""
 _REPORT = "report.json"
-
-
-class StoredFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of one folder in a store: the digest of their names and contents, and the name of the first file."""
-
-    sha256: str
-    name: str
 
 
 def cell_folder(app: App, cell: Cell) -> Path:
     """Returns the folder of a cell's results."""
     return app.out / cell.model / cell.target
-
-
-def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> StoredFiles:
-    """Puts files, or a folder with all its files, into a store unless it has them; returns the key to fetch them by.
-
-    Raises:
-        EdgekitError: they cannot be read, lie outside the folder of the first, or the store cannot be written.
-    """
-    first, entries = paths[0], dict[str, Path]()
-    for path in paths:
-        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
-            # From the paths alone: links are not followed.
-            name = Path(os.path.relpath(file, first.parent)).as_posix()
-            if name.startswith("../"):
-                words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
-                raise DataError(words, hint="put it there, or run without --scheduler")
-            entries[name] = file
-    digest = _digest(entries, digests)
-    if not store.has(_name_inputs(digest)):
-        with work_folder() as work:
-            write_archive(entries, work / "inputs.tar", "tar")
-            store.put(_name_inputs(digest), work / "inputs.tar")
-    return StoredFiles(sha256=digest, name=first.name)
-
-
-def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
-    """Unpacks stored files below `place`, unless they are there already, and returns the path of the first one.
-
-    Raises:
-        DataError: the store does not hold them, or holds something else under their name.
-    """
-    if not (place / files.sha256).is_dir():
-        with work_folder() as work, staged_entries(place) as staging:
-            if not store.get(_name_inputs(files.sha256), work / "inputs.tar"):
-                raise DataError(f"store '{store.place}' has lost '{files.name}'", hint="run again")
-            unpack_archive(work / "inputs.tar", staging / files.sha256, _LIMITS)
-            if _digest(list_files(staging / files.sha256), Digests(work / "digests")) != files.sha256:
-                raise DataError(f"store '{store.place}' holds another '{files.name}'", hint="empty it, then run again")
-    return place / files.sha256 / files.name
 
 
 def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | None:
@@ -194,7 +145,7 @@ def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | Non
             return None
         try:
             with staged_entries(app.out / cell.model) as staging:
-                unpack_archive(work / "cell.tar", staging / cell.target, _LIMITS)
+                unpack_archive(work / "cell.tar", staging / cell.target, LIMITS)
                 return _rewrite_paths(app, cell, key, staging / cell.target)
         except (BundleError, DataError, msgspec.MsgspecError, LookupError, TypeError):
             # The object is damaged: the cell is built again, and its result replaces the object.
@@ -230,14 +181,6 @@ def _rewrite_paths(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
         report["report"] = str(own_folder / page_name)
     write_file(folder / _REPORT, to_json(report).encode())
     return result
-
-
-def _digest(entries: Mapping[str, Path], digests: Digests) -> str:
-    return digest_bytes(encode_json({name: digests.digest(path) for name, path in entries.items()}))
-
-
-def _name_inputs(digest: str) -> str:
-    return f"inputs/{digest[:2]}/{digest}.tar"
 
 
 CACHE = ".cache"
@@ -323,11 +266,6 @@ def build_cell(
                 write_archive(list_files(folder), work / "cell.tar", "tar")
                 store.put(name_cell(result.key), work / "cell.tar")
     return result
-
-
-def forget_cell(app: App, cell: Cell) -> None:
-    """Removes the result of a cell, so that it is built again."""
-    shutil.rmtree(cell_folder(app, cell), ignore_errors=True)
 
 
 _Built = tuple[Path | None, Path, dict[str, Any]]

@@ -1,5 +1,6 @@
 """Runs an app: builds and verifies the cells that changed since the last run, packs bundles, and writes one report."""
 
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, read_kept, staged_entries, write_file
-from edgekit.app.cells import find_kept, forget_cell, open_store
+from edgekit.app.cells import cell_folder, find_kept, open_store
 from edgekit.app.config import App, KeyTable, list_cells
 from edgekit.app.result import DIGESTS_FILE, AppReport, CellResult, Digests, PackageResult, render_app
 from edgekit.app.workers import build_cells
@@ -63,7 +64,7 @@ def run_app(
     cells = [cell for cell in all_cells if not only or {*only} & {cell.name, cell.model, cell.target}]
     if again:
         for cell in cells:
-            forget_cell(app, cell)
+            shutil.rmtree(cell_folder(app, cell), ignore_errors=True)
     place = app.table.sweep.store
     if place is not None and "://" not in place:
         place = str(app.path.parent.absolute() / place)

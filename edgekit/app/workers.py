@@ -6,6 +6,8 @@ their results to it.
 
 import importlib
 import logging
+import os
+import shutil
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,27 +18,16 @@ from typing import Any
 
 import msgspec
 
-from edgekit._files import work_folder
+from edgekit._files import digest_bytes, staged_entries, work_folder
 from edgekit._proc import run_process
-from edgekit.app.cells import (
-    CACHE,
-    Store,
-    StoredFiles,
-    build_cell,
-    cell_folder,
-    fetch_cell,
-    fetch_files,
-    find_key,
-    forget_cell,
-    name_cell,
-    open_store,
-    store_files,
-)
+from edgekit.app.cells import CACHE, LIMITS, Store, build_cell, cell_folder, fetch_cell, find_key, name_cell, open_store
 from edgekit.app.config import App, AppTable, Cell
 from edgekit.app.result import DIGESTS_FILE, RESULT, CellResult, Digests, fail_cell, list_inputs, read_result
+from edgekit.bundle.archive import list_files, unpack_archive, write_archive
+from edgekit.bundle.manifest import encode_json
 from edgekit.devices.find import REMOTE
 from edgekit.devices.parallel import run_together
-from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
+from edgekit.errors import DataError, DeviceError, EdgekitError, MissingExtraError, quote_error
 from edgekit.jobs.build_inputs import BuildCache
 from edgekit.machine import spell_install
 from edgekit.progress import Progress, say_nothing
@@ -112,6 +103,61 @@ def use_cluster(
     yield from (found[cell.name] for cell in cells)
 
 
+class StoredFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of one folder in a store: the digest of their names and contents, and the name of the first file."""
+
+    sha256: str
+    name: str
+
+    @property
+    def archive(self) -> str:
+        """The name of the object that holds them."""
+        return f"inputs/{self.sha256[:2]}/{self.sha256}.tar"
+
+
+def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> StoredFiles:
+    """Puts files, or a folder with all its files, into a store unless it has them; returns the key to fetch them by.
+
+    Raises:
+        EdgekitError: they cannot be read, lie outside the folder of the first, or the store cannot be written.
+    """
+    first, entries = paths[0], dict[str, Path]()
+    for path in paths:
+        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+            # From the paths alone: links are not followed.
+            name = Path(os.path.relpath(file, first.parent)).as_posix()
+            if name.startswith("../"):
+                words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
+                raise DataError(words, hint="put it there, or run without --scheduler")
+            entries[name] = file
+    files = StoredFiles(sha256=_digest(entries, digests), name=first.name)
+    if not store.has(files.archive):
+        with work_folder() as work:
+            write_archive(entries, work / "inputs.tar", "tar")
+            store.put(files.archive, work / "inputs.tar")
+    return files
+
+
+def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
+    """Unpacks stored files below `place`, unless they are there already, and returns the path of the first one.
+
+    Raises:
+        DataError: the store does not hold them, or holds something else under their name.
+    """
+    if not (place / files.sha256).is_dir():
+        with work_folder() as work, staged_entries(place) as staging:
+            if not store.get(files.archive, work / "inputs.tar"):
+                raise DataError(f"store '{store.place}' has lost '{files.name}'", hint="run again")
+            unpack_archive(work / "inputs.tar", staging / files.sha256, LIMITS)
+            if _digest(list_files(staging / files.sha256), Digests(work / "digests")) != files.sha256:
+                raise DataError(f"store '{store.place}' holds another '{files.name}'", hint="empty it, then run again")
+    return place / files.sha256 / files.name
+
+
+def _digest(entries: Mapping[str, Path], digests: Digests) -> str:
+    return digest_bytes(encode_json({name: digests.digest(path) for name, path in entries.items()}))
+
+
 def build_on_worker(
     table: AppTable, cell: Cell, inputs: Mapping[str, StoredFiles], key: str, place: str, *, again: bool
 ) -> CellResult | None:
@@ -146,7 +192,7 @@ def build_on_worker(
             worker.log_event(TOPIC, {"what": "begin", **facts})
             result = build_cell(app, cell, digests, say_nothing, BuildCache(folder=folder / CACHE), store)
             worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})
-        forget_cell(app, cell)
+        shutil.rmtree(folder / key, ignore_errors=True)
         return result
     except EdgekitError as error:
         return fail_cell(cell, error)
