@@ -1,7 +1,4 @@
-"""Writes files and folders whole or not at all, and computes digests; no other module writes files.
-
-It also knows the folder that edgekit keeps for the user.
-"""
+"""Writes files and folders whole or not at all, and computes digests; no other module writes files."""
 
 import contextlib
 import errno
@@ -34,13 +31,6 @@ _CHUNK_BYTES = 1 << 20
 _T = TypeVar("_T")
 AnyPath = str | os.PathLike[str]
 """A path as users of the Python API write it."""
-
-
-def cache_folder() -> Path:
-    """Returns `$EDGEKIT_CACHE`, or `edgekit` below `$XDG_CACHE_HOME` or `~/.cache`."""
-    if folder := os.environ.get("EDGEKIT_CACHE", ""):
-        return Path(folder).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache").absolute() / "edgekit"
 
 
 def as_path(given: AnyPath) -> Path:

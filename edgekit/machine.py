@@ -1,4 +1,4 @@
-"""This machine: its description for reports, its memory use, and work in parallel on its cores."""
+"""This machine: its description for reports, its memory use, the cache of its user, and work in parallel on its cores."""
 
 import ctypes
 import gc
@@ -52,6 +52,13 @@ VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def cache_folder() -> Path:
+    """Returns `$EDGEKIT_CACHE`, or `edgekit` below `$XDG_CACHE_HOME` or `~/.cache`."""
+    if folder := os.environ.get("EDGEKIT_CACHE", ""):
+        return Path(folder).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache").absolute() / "edgekit"
 
 
 def describe_machine() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Annotated, cast
 
 import msgspec
 
-from edgekit._files import cache_folder, digest_bytes, one_at_a_time
+from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished, run_process
 from edgekit.devices.android import android, installed
@@ -31,7 +31,7 @@ from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
 from edgekit.errors import DeviceError, UsageError, require_known
 from edgekit.evidence import Evidence
-from edgekit.machine import VNNI, read_cpu_flags
+from edgekit.machine import VNNI, cache_folder, read_cpu_flags
 from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_targets
 from edgekit.serialize import read_toml, suggest_key

@@ -10,10 +10,11 @@ from pathlib import Path
 from threading import Event, Lock, Semaphore
 from typing import TypeVar
 
-from edgekit._files import cache_folder, digest_bytes, one_at_a_time
+from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import end_children
 from edgekit.devices.device import Device
 from edgekit.devices.find import address_of, is_remote
+from edgekit.machine import cache_folder
 
 _Item = TypeVar("_Item")
 _T = TypeVar("_T")

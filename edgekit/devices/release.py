@@ -21,21 +21,12 @@ from typing import IO
 
 import msgspec
 
-from edgekit._files import (
-    cache_folder,
-    digest_file,
-    one_at_a_time,
-    read_kept,
-    staged_folder,
-    work_folder,
-    write_file,
-    write_new,
-)
+from edgekit._files import digest_file, one_at_a_time, read_kept, staged_folder, work_folder, write_file, write_new
 from edgekit._proc import Finished, run_process
 from edgekit.app_runtime import NativeLibrary
 from edgekit.devices.local.runner import PROGRAM, SMALL, digest_sources, find_sources, write_unit
 from edgekit.errors import DeviceError
-from edgekit.machine import spell_install
+from edgekit.machine import cache_folder, spell_install
 from edgekit.progress import Progress
 from edgekit.serialize import fill
 
@@ -123,22 +114,14 @@ class Compiler(msgspec.Struct, frozen=True, kw_only=True):
     cpp: tuple[str, ...]
 
 
-def list_compilers(machine: str) -> tuple[Compiler, ...]:
-    """Returns the installed compilers for `x86_64` or `aarch64`, the preferred one first.
+def find_compiler(machine: str) -> Compiler | None:
+    """Returns the compiler to be used for `x86_64` or `aarch64`, or None.
 
     The system's is preferred, because zig compiles its C++ library at first use, which takes minutes.
     """
     prefix = "" if machine == platform.machine() else f"{machine}-linux-gnu-"
-    c, cpp, zig = shutil.which(f"{prefix}gcc"), shutil.which(f"{prefix}g++"), find_zig(machine)
-    found = [] if zig is None else [zig]
-    if c is not None and cpp is not None:
-        found.insert(0, Compiler(name="gcc", c=(c,), cpp=(cpp,)))
-    return tuple(found)
-
-
-def find_compiler(machine: str) -> Compiler | None:
-    """Returns the compiler to be used for `x86_64` or `aarch64`, or None."""
-    return next(iter(list_compilers(machine)), None)
+    c, cpp = shutil.which(f"{prefix}gcc"), shutil.which(f"{prefix}g++")
+    return find_zig(machine) if c is None or cpp is None else Compiler(name="gcc", c=(c,), cpp=(cpp,))
 
 
 def find_zig(machine: str) -> Compiler | None:

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit._files import cache_folder, digest_bytes, read_kept, write_file
+from edgekit._files import digest_bytes, read_kept, write_file
 from edgekit._ort import VERSION, Level
 from edgekit.bench.latency import find_steady
 from edgekit.check.macs import count_macs
@@ -27,7 +27,7 @@ from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import cpu_target
 from edgekit.errors import DeviceError, OutputError
 from edgekit.graph.graph import Graph
-from edgekit.machine import describe_machine
+from edgekit.machine import cache_folder, describe_machine
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.profile.events import Execution, Step, Tensor, read_trace
 from edgekit.profile.report import Bound, Kind, NodeTime, OperatorTime, Roof, Unasked

@@ -15,7 +15,7 @@ from other_machine.machine import require
 
 from edgekit.devices.android.android import find_emulator
 from edgekit.devices.android.installed import LOADER, MACHINES, list_stand_ins, map_imports, read_library
-from edgekit.devices.release import Compiler, Installed, find_compiler, list_compilers
+from edgekit.devices.release import Compiler, Installed, find_compiler, find_zig
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,8 @@ def build_checks(abi: str, make_once: MakeOnce, name: str = "gcc") -> Built:
     emulator = find_emulator(abi)
     if emulator is None:
         require("qemu-aarch64-static", "qemu-user-static")
-    compiler = next((found for found in list_compilers(MACHINES[abi]) if found.name == name), None)
+    found = (find_compiler(MACHINES[abi]), find_zig(MACHINES[abi]))
+    compiler = next((each for each in found if each is not None and each.name == name), None)
     if compiler is None and name == "zig":
         pytest.skip("ziglang is not installed: pip install ziglang==0.17.1")
     if compiler is None:

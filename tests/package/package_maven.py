@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from package_loaders import join_jars, run_program
 
-from edgekit._files import cache_folder, digest_file, one_at_a_time
+from edgekit._files import digest_file, one_at_a_time
+from edgekit.machine import cache_folder
 
 ORT = (
     "com.microsoft.onnxruntime:onnxruntime:1.29.0",

@@ -35,8 +35,8 @@ import yaml
 from onnx import TensorProto, helper, numpy_helper, parser
 from PIL import Image
 
-from edgekit._files import cache_folder
 from edgekit.bundle.archive import unpack_archive
+from edgekit.machine import cache_folder
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from edgekit._files import cache_folder
+from edgekit.machine import cache_folder
 from edgekit.model.tensors import Array
 
 Answers = Literal["classes", "values", "vector", "map", "sequence", "boxes"]

@@ -23,12 +23,13 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from edgekit._files import cache_folder, work_folder
+from edgekit._files import work_folder
 from edgekit.errors import EdgekitError
 from edgekit.forecasts.features import SOC, Traffic, compile_traffic, join_graph, measure_work
 from edgekit.forecasts.forecast import BITS
 from edgekit.forecasts.model import Bits, KnownNetwork, load_table, read_networks
 from edgekit.graph.inference import infer_model
+from edgekit.machine import cache_folder
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import sketch_model

@@ -18,10 +18,11 @@ import fit
 import numpy as np
 import onnxruntime as ort
 
-from edgekit._files import cache_folder, work_folder
+from edgekit._files import work_folder
 from edgekit.errors import EdgekitError
 from edgekit.forecasts.features import join_graph, list_amounts, measure_work
 from edgekit.graph.inference import infer_model
+from edgekit.machine import cache_folder
 from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import sketch_model

@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
-from edgekit._files import cache_folder, digest_file, one_at_a_time, staged_folder
+from edgekit._files import digest_file, one_at_a_time, staged_folder
 from edgekit._proc import run_process
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run
 from edgekit.devices.process.run import STANDALONE, Program, describe_job, run_program
 from edgekit.errors import DeviceError, EdgekitError
+from edgekit.machine import cache_folder
 from edgekit.model.model import MOST_INLINE_BYTES, list_model_files, load_model, read_proto
 from edgekit.prepare.external import write_inline
 from edgekit.progress import Progress

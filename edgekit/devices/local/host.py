@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import cache_folder, digest_bytes, digest_files
+from edgekit._files import digest_bytes, digest_files
 from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.check.report import count_of
@@ -27,6 +27,7 @@ from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.run import check_options, describe_job, python_program, run_program, run_python
 from edgekit.errors import MissingExtraError, TargetError, look_up, require_known
 from edgekit.evidence import Evidence
+from edgekit.machine import cache_folder
 from edgekit.model.external import skim_model
 from edgekit.model.model import list_model_files
 

@@ -11,21 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import (
-    cache_folder,
-    digest_bytes,
-    digest_file,
-    one_at_a_time,
-    staged_entries,
-    staged_folder,
-    work_folder,
-)
+from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_entries, staged_folder, work_folder
 from edgekit._proc import run_process
 from edgekit.bundle.archive import unpack_archive
 from edgekit.devices.device import Missing, require_device
 from edgekit.devices.local.arm64 import find_installed
 from edgekit.devices.process.run import Program
 from edgekit.errors import DeviceError, UsageError, look_up
+from edgekit.machine import cache_folder
 from edgekit.progress import Progress
 
 PROGRAM, LIBRARY = "edgekit-runner", "libonnxruntime.so"

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from edgekit._files import cache_folder, digest_bytes, one_at_a_time, staged_folder
+from edgekit._files import digest_bytes, one_at_a_time, staged_folder
 from edgekit.devices.local.arm64 import find_missing_root
+from edgekit.machine import cache_folder
 
 _INSIDE = Path(__file__).parent / "inside.py"
 _PACKAGES = "mksh,toybox,coreutils,findutils,grep,python3,libc6,libgcc-s1,libstdc++6"
