@@ -1,4 +1,4 @@
-"""This machine: its description for reports, its memory use, the cache of its user, and work in parallel on its cores."""
+"""This machine: its description for reports, its memory, the cache of its user, and work in parallel on its cores."""
 
 import ctypes
 import gc

@@ -27,22 +27,13 @@ from edgekit.model.model import Model, find_integer_ops, find_reader, load_model
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.external import place_weights, refuse_inline
-from edgekit.prepare.fix import (
-    FIXES,
-    FUSIONS,
-    TARGET_REWRITES,
-    Fix,
-    FixedModel,
-    apply_rewrites,
-    fix_model,
-    list_required,
-)
+from edgekit.prepare.fix import FIXES, FUSIONS, TARGET_REWRITES, FixedModel, apply_rewrites, fix_model, list_required
 from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq import place_unmeasured
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
-from edgekit.serialize import ready_type, to_builtins
+from edgekit.serialize import fill, ready_type, to_builtins
 from edgekit.target import INTEGERS, Precision, Target, read_version
 
 # Two rewrites could undo each other forever. The rounds also end as soon as one changes nothing.
@@ -253,7 +244,7 @@ def fix_for_target(
         TargetError: the target's rules are missing or malformed.
     """
     after = before = before or check_model(prepared, target)
-    fixes: list[Fix] = []
+    rounds: list[FixedModel] = []
     is_quantized = bool(find_integer_ops(skim_model(prepared.path)))
     required = () if is_quantized else list_required(target, stays_float=stays_float)
     for turn in range(_FIX_ROUNDS):
@@ -262,10 +253,11 @@ def fix_for_target(
         advised = [advice.id for advice in after.advice if advice.id in TARGET_REWRITES][: 1 if is_quantized else None]
         fixed = fix_model(prepared, out, {*general, *required, *advised})
         prepared, after = fixed.model, check_model(fixed.model, target)
-        fixes += fixed.fixes
+        rounds.append(fixed)
         if not fixed.fixes:
             break
-    return TargetModel(model=prepared, fixes=tuple(fixes), before=before, after=after)
+    fixes = tuple(fix for each in rounds for fix in each.fixes)
+    return TargetModel(model=prepared, fixes=fixes, before=before, after=after)
 
 
 def gain_on_target(
@@ -355,15 +347,13 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     target: Target | None = None
 
 
-class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
+class PrepareReport(FixedModel, frozen=True, kw_only=True):
     """A prepared model and the rewrites that were applied.
 
     `is_refaced` says whether inputs or outputs changed. `preprocess` is the preprocessing that remains for the app,
     None if none was embedded. `gain` is what a target takes before and after the rewrites, if one was named.
     """
 
-    model: Model
-    fixes: tuple[Fix, ...]
     is_refaced: bool
     preprocess: Preprocess | None
     gain: TargetGain | None = None
@@ -394,14 +384,13 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
             constants=options.constants,
         )
         prepared = change_interface(prepared, staged, changes)
-        fixes: tuple[Fix, ...] = ()
-        gain: TargetGain | None = None
+        fixed, gain = FixedModel(model=prepared, fixes=()), None
         if options.fix and options.target is not None:
             rewritten = fix_for_target(prepared, staged, options.target)
-            prepared, fixes, gain = rewritten.model, rewritten.fixes, rewritten.gain()
+            fixed, gain = rewritten, rewritten.gain()
         elif options.fix:
             fixed = fix_model(prepared, staged)
-            prepared, fixes = fixed.model, fixed.fixes
+        prepared = fixed.model
         if options.external is not None:
             prepared = place_weights(prepared, external=options.external)
         # Weights are moved first, so that the model is never there without them.
@@ -409,7 +398,8 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
             move_file(work / name, out.with_name(name))
     prepared = msgspec.structs.replace(prepared, path=out)
     remaining = None if changes.preprocess is None else remaining_preprocess(changes.preprocess)
-    return PrepareReport(model=prepared, fixes=fixes, is_refaced=not changes.is_empty, preprocess=remaining, gain=gain)
+    is_refaced = not changes.is_empty
+    return fill(PrepareReport, fixed, model=prepared, is_refaced=is_refaced, preprocess=remaining, gain=gain)
 
 
 def list_versions() -> dict[str, str]:

@@ -6,14 +6,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.check.placement import place_observed
 from edgekit.check.report import CheckedNode, Placed
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.observe import (
-    FAMILIES,
-    find_lost,
-    is_unlisted,
-    map_providers,
-    match_nodes,
-    shows_placement,
-)
+from edgekit.devices.observe import FAMILIES, find_lost, is_unlisted, map_providers, match_nodes, shows_placement
 from edgekit.model.external import skim_model
 from edgekit.verify.run_report import OBSERVING, PlacementGap
 
