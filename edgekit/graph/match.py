@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, permutations
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class MisfitError(Exception):
@@ -52,10 +53,10 @@ def single(values: Sequence[_T]) -> _T:
     return values[0]
 
 
-def attempt(find: Callable[[], _T]) -> _T | None:
+def attempt(find: Callable[_P, _T], *given: _P.args, **options: _P.kwargs) -> _T | None:
     """Returns what a function finds, None if it raises MisfitError."""
     with contextlib.suppress(MisfitError):
-        return find()
+        return find(*given, **options)
     return None
 
 

@@ -6,7 +6,6 @@ quantized with samples for any target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -55,7 +54,7 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     models.refill(proto.graph.node, models.order_nodes(proto.graph))
     writer = _Writer(proto)
     nodes = [(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
-    found = [attempt(partial(writer.write, graph, node)) for graph, node in nodes]
+    found = [attempt(writer.write, graph, node) for graph, node in nodes]
     # Subgraphs first: what they no longer read is idle in the graphs around them.
     for part in reversed([*models.iterate_graphs(proto.graph)]):
         models.refill(part.node, models.order_nodes(part))
@@ -117,7 +116,7 @@ class _Writer:
             operands = zip(node.input[:2], scales, map(node.given, (2, 3)), strict=True)
             return [self._make_float(graph, node, *names) for names in operands]
 
-        inputs = known(attempt(partial(read, product.input)) or attempt(partial(read, product.input[::-1])))
+        inputs = known(attempt(read, product.input) or attempt(read, product.input[::-1]))
         _put(node, _LAYERS[node.op_type], [*inputs, *bias], last)
 
     def _make_float(self, graph: Graph, reader: Node, name: str, scale: str, zero: str) -> str:

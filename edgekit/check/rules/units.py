@@ -4,7 +4,6 @@ The grouping is ONNX Runtime's (core/optimizer/qdq_transformer/selectors_actions
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -107,7 +106,7 @@ def group_units(
     grouped: dict[int, Unit] = {}
     for node in graph.nodes if selectors is not None else ():
         selector = selectors.get(node.op_type) if selectors is not None else None
-        unit = attempt(partial(_group, graph, node, selector, absorb_clips=absorb_clips)) if selector else None
+        unit = attempt(_group, graph, node, selector, absorb_clips=absorb_clips) if selector else None
         if unit is not None and not (fits_bias and selector == "conv" and _has_other_bias(graph, unit)):
             grouped[node.index] = unit
     inside = {member for target, unit in grouped.items() for member in unit.members if member != target}

@@ -5,7 +5,6 @@ rotation of halves, products and a sum.
 """
 
 import math
-from functools import partial
 from itertools import permutations
 
 import msgspec
@@ -198,7 +197,7 @@ def _match_rotary(graph: Graph, node: Node) -> tuple[str, str, str]:
     for one, other in permutations(node.input):
         by_cos, by_sin = known(made_by(graph, one, "Mul")), known(made_by(graph, other, "Mul"))
         for rotated, sin in permutations(by_sin.input):
-            x = attempt(partial(_find_rotated, graph, rotated))
+            x = attempt(_find_rotated, graph, rotated)
             if x is not None and x in by_cos.input:
                 return x, by_cos.input[1 - by_cos.input.index(x)], sin
     raise MisfitError

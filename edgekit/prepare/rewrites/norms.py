@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import permutations
 
 import msgspec
@@ -84,7 +83,7 @@ def _find_variance(graph: Graph, name: str) -> tuple[str, int, str]:
     squares, axis = mean_of(graph, variance if difference is None else difference.input[0])
     data = known(match.square_of(graph, squares))
     if difference is None:
-        centred = match.attempt(lambda: _find_mean(graph, data))
+        centred = match.attempt(_find_mean, graph, data)
         return (data, axis, data) if centred is None else (*centred, data)
     mean = known(match.square_of(graph, unshape(graph, difference.input[1])))
     need(mean_of(graph, mean) == (data, axis))
@@ -121,7 +120,7 @@ def join_layer_norm(writer: Writer) -> None:
     readers = graph.readers(node.output[0])
     need(norm.has_mean and dtype in FLOATS)
     # If the readers are normalisations too, this node is a part of a larger match, with scale or shift.
-    need(not readers or any(match.attempt(partial(_find_norm, graph, reader.output[0])) is None for reader in readers))
+    need(not readers or any(match.attempt(_find_norm, graph, reader.output[0]) is None for reader in readers))
     size = known(shape[norm.axis])
     ones = "" if norm.scale else writer.constant("scale", np.ones(size), dtype or "")
     vectors = [ones or writer.reshaped("scale", norm.scale, [size])]

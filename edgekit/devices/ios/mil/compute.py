@@ -19,7 +19,6 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +115,16 @@ def read_program(data: bytes, folder: Path) -> Program:
         raise ValueError("it has no function main")
     if (block := {entry.key: entry.value for entry in function.blocks}.get(function.opset)) is None:
         raise ValueError(f"it has no block for {function.opset!r}")
-    # Many constants lie in one file of weights.
-    read_file = functools.cache(partial(_read_inside, folder))
+
+    @functools.cache
+    def read_file(name: str) -> bytes:
+        """Returns the content of a file of weights, in which many constants may lie."""
+        # Names of blob files start with this placeholder for the package's folder.
+        path = folder / name.removeprefix("@model_path/")
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"its blob file {name!r} lies outside")
+        return path.read_bytes()
+
     return Program(
         opset=function.opset,
         inputs=tuple(map(_read_result, function.inputs)),
@@ -127,14 +134,6 @@ def read_program(data: bytes, folder: Path) -> Program:
 
 
 _ReadFile = Callable[[str], bytes]
-
-
-def _read_inside(folder: Path, name: str) -> bytes:
-    # Names of blob files start with this placeholder for the package's folder.
-    path = folder / name.removeprefix("@model_path/")
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"its blob file {name!r} lies outside")
-    return path.read_bytes()
 
 
 def _read_blob(data: bytes, offset: int, count: int) -> Array:
