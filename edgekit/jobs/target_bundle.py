@@ -283,6 +283,7 @@ class _Strategies:
             precision=strategy.precision,
             measure=inputs.reference.predict_drop,
             compare=inputs.reference.compare,
+            is_clearer=inputs.reference.is_clearly_better,
             look=inputs.reference.look,
             work=work,
             memo=memo,

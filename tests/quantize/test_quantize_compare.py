@@ -1,5 +1,6 @@
 """Two plans of one network are told apart by how far they move its decisions."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -119,6 +120,30 @@ def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> N
     # In one direction it is half of 5 %.
     assert 0.01 < np.mean([race(0.0) > 0 for _ in range(600)]) < 0.04
     assert 0 < np.mean([race(2.0) for _ in range(100)]) < 24
+
+
+def test_steps_of_a_sequence_tell_less_than_as_many_samples() -> None:
+    """Errors of a whole sequence widen the interval, and make no plan clearly better; errors of single steps do."""
+    steps, moved = 16, np.concatenate
+    measure = Measure("", "", lambda records: Loss(estimate=float(moved(records).mean()), interval=(0.0, 0.1)), moved)
+    part = Part(shapes={"y": (1,)}, measure=measure, record=lambda _expected, found: found["y"])
+
+    def draw(errors: Array, steps: int) -> Likeness:
+        return Likeness(
+            [part], [Compared(powers={}, records=(np.array([each]),), broken=frozenset()) for each in errors], steps
+        )
+
+    rng = np.random.default_rng(0)
+    own, shared = rng.uniform(0, 0.1, 8 * steps), np.repeat(rng.uniform(0, 0.1, 8), steps)
+    for errors, factor in ((own, 1), (shared, math.sqrt(steps))):
+        (_, loss), (_, alone) = draw(errors, steps).judge()[0], draw(errors, 1).judge()[0]
+        assert loss.estimate == alone.estimate
+        reach, wanted = (each.interval[1] - each.estimate for each in (loss, alone))
+        assert reach == pytest.approx(factor * wanted, rel=0.15)
+    worse = np.repeat([0.05, 0, 0, 0, 0.001, 0, 0, 0], steps)
+    assert draw(own, 1).is_clearly_better_than(draw(own + worse, 1))
+    assert not draw(own, steps).is_clearly_better_than(draw(own + worse, steps))
+    assert draw(own, steps).is_clearly_better_than(draw(own + rng.uniform(0, 0.01, len(own)), steps))
 
 
 def test_vectors_move_by_their_choice_of_neighbours(tmp_path: Path) -> None:

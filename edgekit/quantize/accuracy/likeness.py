@@ -132,11 +132,26 @@ def _find_powers(expected: Tensors, found: Tensors) -> dict[str, Array]:
     return powers
 
 
-class Likeness:
-    """The comparisons of all samples of one quantized model with the float model."""
+def _widen(loss: Loss, moved: Array) -> Loss:
+    """Returns the loss with the interval that sequences leave, from how far each step moved, [sequences, steps].
 
-    def __init__(self, parts: Sequence[Part], samples: Sequence[Compared]) -> None:
-        self._parts, self._samples = parts, samples
+    Steps of a sequence resemble each other, so that they tell less than as many samples: the variance of a mean is
+    larger by 1 + (steps - 1) r, the design effect (L. Kish, "Survey sampling", 1965), with the correlation r within
+    sequences as an analysis of variance finds it.
+    """
+    steps = moved.shape[1]
+    between, within = steps * moved.mean(axis=1).var(ddof=1), moved.var(axis=1, ddof=1).mean()
+    likeness = max(0.0, float((between - within) / max(between + (steps - 1) * within, _TINY)))
+    factor = math.sqrt(1 + (steps - 1) * likeness)
+    low, high = (loss.estimate + factor * (end - loss.estimate) for end in loss.interval)
+    return msgspec.structs.replace(loss, interval=(max(low, -1.0), min(high, 1.0)))
+
+
+class Likeness:
+    """The comparisons of all samples of one quantized model with the float model; `steps` in a row are a sequence."""
+
+    def __init__(self, parts: Sequence[Part], samples: Sequence[Compared], steps: int = 1) -> None:
+        self._parts, self._samples, self._steps = parts, samples, steps
         self._records = [
             [record for each in samples if (record := each.records[place]) is not None] for place in range(len(parts))
         ]
@@ -147,20 +162,21 @@ class Likeness:
         count = len(self._samples)
         return bool(self._parts and count) and all(len(records) == count for records in self._records)
 
-    def is_clearly_better_than(self, other: "Likeness") -> bool:
+    def is_clearly_better_than(self, other: "Likeness", z: float = _LOOKS_Z) -> bool:
         """Returns True if this model loses significantly less than another, over the same samples.
 
-        Two conditions hold then. A paired t-test over the samples shows that the other's outputs moved farther
-        (decisions change in proportion to that), at the level of a group sequential test (`FloatReference.look`). And
+        Two conditions hold then. A paired t-test over the samples, or over whole sequences, shows that the other's
+        outputs moved farther (decisions change in proportion to that), at the level of `z` normal standard errors: by
+        default that of a group sequential test (`FloatReference.look`). And
         the loss estimated from changed decisions is not smaller for the other. The quantile of Student's t is computed
         from the normal one (Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.5, to second order).
         """
-        count = len(self._samples)
+        count = len(self._samples) // self._steps
         if not (self.is_whole and other.is_whole and count > 1):
             return False
         lost, others = (max(loss.estimate for _, loss in each.judge()) for each in (self, other))
-        farther = other.compare(self)
-        error, z, freedom = float(np.std(farther, ddof=1)) / math.sqrt(count), _LOOKS_Z, count - 1
+        farther = other.compare(self).reshape(count, self._steps).mean(axis=1)
+        error, freedom = float(np.std(farther, ddof=1)) / math.sqrt(count), count - 1
         bound = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
         return float(farther.mean()) > bound * error and lost <= others
 
@@ -188,7 +204,11 @@ class Likeness:
             return [(self._parts[min(broken)], Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0))]
         if not self.is_whole:
             return []
-        return [(part, part.measure.judge(records)) for part, records in zip(self._parts, self._records, strict=True)]
+        losses = [part.measure.judge(records) for part, records in zip(self._parts, self._records, strict=True)]
+        if len(self._samples) >= 2 * self._steps > 2:
+            pairs = zip(losses, self.distances(), strict=True)
+            losses = [_widen(loss, moved.reshape(-1, self._steps)) for loss, moved in pairs]
+        return list(zip(self._parts, losses, strict=True))
 
     def ratios(self) -> list[float]:
         """Returns the signal-to-noise ratio in dB of each float output."""

@@ -118,13 +118,14 @@ class _Choice:
             self.change(trials=(*self.found.trials, trial))
         return trial
 
-    def add_better(self, step: str, make: Callable[[], QuantPlan | None]) -> bool:
+    def add_better(self, step: str, make: Callable[[], QuantPlan | None], *, clearly: bool = False) -> bool:
         """Adds the trial of a plan; returns True if it is chosen, as it loses less than the chosen one.
 
         The target must take as much of the work. Of two plans the better is the one that meets the goal. If both do, or
         neither, it is the one that moves the decisions of all samples less: by the mean Hellinger distance of a
         decision (`Measure.distances`), to which every sample contributes. The few decisions that changed would tell
-        less, and the ratio to the signal counts errors of logits that decide nothing.
+        less, and the ratio to the signal counts errors of logits that decide nothing. With `clearly` the difference
+        must be more than chance.
         """
         search, chosen = self.search, self.chosen
         trial = self.add(step, make, plan_search.look_against(search, chosen))
@@ -133,11 +134,10 @@ class _Choice:
             return False
         is_met, is_better = (each.prediction.meets(self.goal.max_drop) for each in (chosen, trial))
         if is_met == is_better:
-            farther = search.compare(
-                *(plan_search.quantize_step(search, each.step, each.plan).model for each in (chosen, trial))
-            )
+            old, new = (plan_search.quantize_step(search, each.step, each.plan).model for each in (chosen, trial))
             # Where no decisions are known, the ratio to the signal is all there is.
-            is_better = (farther or chosen.prediction.loss() - trial.prediction.loss()) > 0
+            farther = search.compare(old, new) or chosen.prediction.loss() - trial.prediction.loss()
+            is_better = farther > 0 and (not clearly or search.is_clearer(new, old))
         if is_better:
             self.adopt(trial)
         return is_better
@@ -201,10 +201,11 @@ def _widen_weights(choice: _Choice) -> None:
 
 
 def _cut_state(choice: _Choice) -> None:
-    """Halves the ranges of state, as long as that loses less over whole sequences.
+    """Halves the ranges of state, as long as that clearly loses less over whole sequences.
 
     Example: the cell state of an LSTM counts up to 300, but reaches its outputs through a Tanh, which is flat beyond 9.
-    With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step.
+    With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step. A gain must
+    be clear, because what the samples show is cut: what seems to gain in a few sequences by chance loses in others.
     """
     search, first = choice.search, choice.chosen
     if not search.feeds or _loses_nothing(first.prediction):
@@ -218,7 +219,7 @@ def _cut_state(choice: _Choice) -> None:
     while is_better and limit > 0:
         limit /= 2
         make = partial(cut_ranges, first.plan, names, limit)
-        is_better = choice.add_better(f"{first.step}, state within {limit:.3g}", make)
+        is_better = choice.add_better(f"{first.step}, state within {limit:.3g}", make, clearly=True)
 
 
 def _keep_taken(choice: _Choice) -> None:

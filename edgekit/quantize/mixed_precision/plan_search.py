@@ -68,6 +68,7 @@ class Search(Subject, frozen=True, kw_only=True):
         measure: returns what a quantized model loses over all samples.
         compare: returns how much more accuracy the first of two quantized models loses than the second, over the same
             samples (`FloatReference.compare`); 0 if no output can be judged.
+        is_clearer: returns True if the first of two quantized models loses significantly less than the second.
         look: measures a model by as few samples as show that it is not the one to write (`FloatReference.look`). None:
             every model is measured by `measure`.
         work: a folder for intermediate files.
@@ -81,6 +82,7 @@ class Search(Subject, frozen=True, kw_only=True):
 
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
+    is_clearer: Callable[[Model, Model], bool]
     look: Callable[..., Look] | None = None
     work: Path
     progress: Progress = say_nothing
