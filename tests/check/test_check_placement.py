@@ -306,6 +306,9 @@ def test_nodes_in_bodies_are_told_of(tmp_path: Path, fate: str) -> None:
     told = _tell_text(tmp_path, body)
     assert set(told) == {"if", "n", "m"}
     assert told["if"].fate == fate
+    # Where another node bears the name, what was in the bodies shares its fate.
+    source, prepared = (graph_of(f"g {text}") for text in (body, "(float[2] x) => (float[2] y) { [if] y = Neg(x) }"))
+    assert len({trace.fate for _, _, trace in trace_nodes(source, prepared)}) == 1
 
 
 def test_nodes_may_stand_before_those_that_they_read(tmp_path: Path) -> None:
