@@ -187,6 +187,7 @@ def report_of(*nodes: tuple[int, int, int | None], **more: Any) -> CheckReport:
     return CheckReport(
         target="t", model="m", sha256="", evidence="predicted", settings={}, node_list=listed, advice=(),
         crossing_bytes=more.get("crossing_bytes", 0), wants_whole=more.get("wants_whole", False),
+        unsized_nodes=more.get("unsized_nodes", 0),
     )  # fmt: skip
 
 
@@ -211,6 +212,8 @@ def report_of(*nodes: tuple[int, int, int | None], **more: Any) -> CheckReport:
         ([(0, 49, 0), (0, 51, None)], {}, "no"),
         ([(0, 0, 0), (0, 0, None)], {}, "maybe"),
         ([(0, 0, 0), (0, 0, None), (0, 0, None)], {}, "no"),
+        ([(90, 50, 0), (10, 50, None)], {"unsized_nodes": 1}, "maybe"),
+        ([(90, 50, 0), (10, 50, 0)], {"unsized_nodes": 1}, "yes"),
         ([], {}, "no"),
     ],
 )
