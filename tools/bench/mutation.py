@@ -55,7 +55,7 @@ TESTS = {
     "bundle/multi.py": "sign archive",
     "bundle/sign.py": "sign verify/recorded",
     "bundle/checks.py": "archive manifest folder group trust tune/run",
-    "quantize/plan.py": "plan wide_weights",
+    "quantize/plan.py": "plan wide_weights ranges",
     "quantize/mixed_precision/auto.py": "choose equalize default_mode",
     "quantize/mixed_precision/candidates.py": "relief choose",
     "quantize/mixed_precision/relief.py": "relief compared_tensors choose default_mode",
