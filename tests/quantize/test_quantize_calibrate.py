@@ -77,6 +77,17 @@ def test_a_layer_before_a_reshape_and_a_relu_has_the_range_after_the_relu(tmp_pa
     assert ranges["s"].low < 0
 
 
+@pytest.mark.parametrize(("shift", "said"), [(-9, "at most"), (9, "at least"), (0, "")])
+def test_a_probability_that_never_crosses_a_half_is_told(shift: float, said: str, tmp_path: Path) -> None:
+    text = "(float[1,4] x) => (float[1,2] y) { a = MatMul(x, w) b = Add(a, s) c = Sigmoid(b) y = Identity(c) }"
+    weight, bias = np.full((4, 2), 0.25, np.float32), np.array([shift], np.float32)
+    model = save_net(text, tmp_path / "m.onnx", w=weight, s=bias)
+    notes = calibrate_model(model, random_samples(model), work=tmp_path / "work").notes
+    told = [note for note in notes if note.startswith(f"output 'y' is {said}")]
+    assert len(told) == (1 if said else 0)
+    assert not told or "0.5, add samples with the other answer" in told[0]
+
+
 def test_every_method_stays_within_minmax(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net), work=tmp_path / "all", methods=tuple(RANGE_METHODS))
     assert calibration.ranges.keys() == RANGE_METHODS.keys()

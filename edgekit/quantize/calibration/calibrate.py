@@ -3,7 +3,8 @@
 Image-to-image networks get headroom, since their inputs may be brighter than the samples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -58,7 +59,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         sample_error: by how much a share of a tensor's values, read from its histogram, may differ from the share over
             all samples because not all were measured: with 95 % confidence, for the tensor with the largest difference.
         known: how many samples were read from a cache instead of run.
-        notes: problems with a cache, and a remark if only few held-out samples judge plans.
+        notes: problems with a cache, and remarks if only few held-out samples judge plans, or if an output of a Sigmoid
+            stays on one side of 0.5.
         ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
             come from every value of every sample, except masked scores before a Softmax; the others come from
             histograms.
@@ -177,11 +179,40 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         is_exact=found.is_exact,
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
-        notes=(*found.cache.notes, *judges),
+        notes=(*found.cache.notes, *judges, *_list_one_sided(graph, found.statistics.exact_ranges())),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
         outputs=how.outputs,
     )
+
+
+# Operators between a Sigmoid and the output that it decides: they move its numbers, or compare them with a threshold.
+_BEHIND_SIGMOID = frozenset({
+    "Cast", "Flatten", "Greater", "GreaterOrEqual", "Identity", "If", "Less", "LessOrEqual", "Reshape", "Squeeze",
+    "Transpose", "Unsqueeze",
+})  # fmt: skip
+
+
+def _list_one_sided(graph: Graph, seen: Mapping[str, TensorRange]) -> Iterator[str]:
+    """Yields a remark for each output of a Sigmoid that stays on one side of 0.5, where most of them decide.
+
+    Ranges end where the samples end: a detector of a wake word that was calibrated without the word cannot hear it.
+    """
+    for name in sorted(graph.outputs):
+        waiting, known = [name], {name}
+        while waiting:
+            node = graph.producers.get(waiting.pop())
+            if node is not None and node.op_type in _BEHIND_SIGMOID:
+                waiting += set(node.reads) - known
+                known |= set(node.reads)
+            # The Sigmoid itself has the range from 0 to 1, whatever the samples show.
+            span = seen.get(node.input[0]) if node is not None and node.op_type == "Sigmoid" else None
+            if span is not None and not span.low <= 0 <= span.high:
+                low, high = (1 / (1 + math.exp(-min(max(end, -50.0), 50.0))) for end in (span.low, span.high))
+                side = f"at most {high:.2g}" if span.high < 0 else f"at least {low:.2g}"
+                advice = "if it decides at 0.5, add samples with the other answer, because ranges end with these"
+                yield f"output '{name}' is {side} in all samples: {advice}"
+                break
 
 
 def assume_ranges(model: Model, ranges: Mapping[str, TensorRange]) -> Calibration:
