@@ -4,13 +4,14 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
 from edgekit.errors import FAILURES, quote_error
 
 Progress = Callable[[str], None]
+_Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
@@ -82,10 +83,12 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             self.left_out.append(step)
         return False
 
-    def attempt(self, step: str, make: Callable[[], _Made]) -> _Made | None:
+    def attempt(
+        self, step: str, make: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs
+    ) -> _Made | None:
         """Returns the result of an optional step, None if it raises one of `FAILURES`, which `failed` then records."""
         try:
-            return make()
+            return make(*given, **named)
         except FAILURES as error:
             self.failed.setdefault(step, quote_error(error))
             return None

@@ -193,8 +193,10 @@ def _open_job(
         fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
     if recipe.fix:
         fixed_ids = {fix.id for fix in fixed.fixes}
-        rewrite = partial(gain_on_target, fixed.model, work / "fixed", target, stays_float=False, known=fixed_ids)
-        if gained := budget.attempt(f"rewrites for {target.name}", rewrite):
+        step, folder = f"rewrites for {target.name}", work / "fixed"
+        if gained := budget.attempt(
+            step, gain_on_target, fixed.model, folder, target, stays_float=False, known=fixed_ids
+        ):
             fixed = FixedModel(model=gained[0].model, fixes=(*fixed.fixes, *gained[0].fixes))
             progress(gained[1])
     graph = read_graph(fixed.model)
@@ -298,8 +300,8 @@ def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
         goal = None if given is None else given / 100
         return find_plan(search, max_drop=goal, narrow=narrow, state=job.state)
     plan = plan_quantization(model, calibration, search.target, search.precision, method=method, memo=search.memo)
-    store = partial(store_narrow, model, plan, calibration)
-    smaller = search.memo.budget.attempt("large constants in 8 or 16 bits", store) if narrow else None
+    attempt = search.memo.budget.attempt
+    smaller = attempt("large constants in 8 or 16 bits", store_narrow, model, plan, calibration) if narrow else None
     return smaller or plan, None
 
 

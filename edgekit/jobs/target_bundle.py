@@ -5,7 +5,6 @@ example without the rewrites for the target, with some nodes in float, and final
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -218,8 +217,8 @@ class _Strategies:
             return self._inputs
         if stays_float not in self._fixed:
             folder = self._work / ("fixed-float" if stays_float else "fixed")
-            rewrite = partial(fix_inputs, self._inputs, self._target, self._job, folder, stays_float=stays_float)
-            fixed = self._job.memo.budget.attempt(f"rewrites for {self._target.name}", rewrite)
+            attempt, step = self._job.memo.budget.attempt, f"rewrites for {self._target.name}"
+            fixed = attempt(step, fix_inputs, self._inputs, self._target, self._job, folder, stays_float=stays_float)
             self._fixed[stays_float] = self._inputs if fixed is None else fixed
         return self._fixed[stays_float]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -47,14 +47,6 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
         return max(each.sqnr_db for each in self.found.candidates if each.rounding in candidates.QUICK)
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan of a draft, its signal-to-noise ratio, and the candidates that were tried for it."""
-
-    plan: QuantPlan
-    ratio_db: float
-    tried: tuple[Candidate, ...] = ()
-
-
 def plan_quantization(
     model: Model,
     calibration: Calibration,
@@ -93,7 +85,7 @@ def plan_quantization(
         return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias")
     subject = _Subject(model=model, calibration=calibration, target=target, precision=precision, memo=memo)
     # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
-    best = memo.budget.attempt("range methods and roundings", partial(_plan_best, subject))
+    best = memo.budget.attempt("range methods and roundings", _plan_best, subject)
     return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
 
 
@@ -126,20 +118,18 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     the best with float weights, which no rounding improves on.
     """
     unequalized, attempt = _judge(subject, {}), subject.memo.budget.attempt
-    equalized = attempt(
-        "equalized channels", partial(_equalize, subject, unequalized, reached=unequalized, through_silu=False)
-    )
+    equalized = attempt("equalized channels", _equalize, subject, unequalized, reached=unequalized, through_silu=False)
     chosen = prefer_draft(unequalized, equalized, candidates.NOTABLE_DB)
     through_silu = attempt(
-        "channels equalized through SiLU", partial(_equalize, subject, unequalized, reached=chosen, through_silu=True)
+        "channels equalized through SiLU", _equalize, subject, unequalized, reached=chosen, through_silu=True
     )
     # Products before sigmoids cost time on a device, as tensors out of 8 bits do.
     lead = _learn(subject, prefer_draft(chosen, through_silu, relief.LEAST_GAIN_DB))
     drafts = [each for each in (unequalized, equalized, through_silu) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
-    best = _finish(subject, lead)
+    plan, tried = _finish(subject, lead)
     return msgspec.structs.replace(
-        best.plan, judged=candidates.sort_candidates([*candidates.sort_candidates([*judged]), *best.tried])
+        plan, judged=candidates.sort_candidates([*candidates.sort_candidates([*judged]), *tried])
     )
 
 
@@ -189,18 +179,18 @@ def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, throug
     return _judge(subject, factors, method, reached.best_db)
 
 
-def _finish(subject: _Subject, judged: Judged) -> Finished:
+def _finish(subject: _Subject, judged: Judged) -> tuple[QuantPlan, tuple[Candidate, ...]]:
+    """Returns the best plan of a draft, and the candidates that were tried for it."""
     lead, budget = judged.found.candidates[0], subject.memo.budget
     draft = judged.draft.choose(lead.method, lead.rounding)
-    plan, kept = budget.attempt("weights kept at 8 bits", partial(keep_eight, draft, lead, budget)) or (draft.plan, ())
-    found = Finished(plan=plan, ratio_db=max(each.sqnr_db for each in (lead, *kept)), tried=kept)
+    plan, kept = budget.attempt("weights kept at 8 bits", keep_eight, draft, lead, budget) or (draft.plan, ())
+    ratio = max(each.sqnr_db for each in (lead, *kept))
     # In a collapsed plan the gain of a shorter range does not show; `relieve_step` fits inputs later.
-    if found.ratio_db >= GOOD_DB or (found.ratio_db < relief.COLLAPSED_DB and is_relievable(plan)):
-        return found
+    if ratio >= GOOD_DB or (ratio < relief.COLLAPSED_DB and is_relievable(plan)):
+        return plan, kept
     is_judged = plan == judged.draft.choose(judged.found.method, lead.rounding).plan
     draft, reached_db = msgspec.structs.replace(draft, plan=plan), judged.found.unrounded_db
-    fitted = budget.attempt("ranges of inputs", partial(relief.fit_inputs, draft, reached_db if is_judged else None))
+    fitted = budget.attempt("ranges of inputs", relief.fit_inputs, draft, reached_db if is_judged else None)
     if fitted is None or fitted == plan:
-        return found
-    candidate = candidates.judge_plan(msgspec.structs.replace(draft, plan=fitted))
-    return Finished(plan=fitted, ratio_db=candidate.sqnr_db, tried=(*kept, candidate))
+        return plan, kept
+    return fitted, (*kept, candidates.judge_plan(msgspec.structs.replace(draft, plan=fitted)))

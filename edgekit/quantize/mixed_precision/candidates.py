@@ -112,8 +112,18 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.target.widens(self.precision)
 
     def open_draft(self, plan: QuantPlan) -> "Draft":
-        """Returns a plan with the graph and the calibration that it was made for."""
-        return open_draft(self.model, self.calibration, plan)
+        """Returns a plan with the graph and the calibration that it was made for: those of its factors of channels."""
+        key = msgspec.json.encode(plan.factors, order="sorted")
+        if key not in self._equalized:
+            graph = plan_graph(self.model, plan, self.calibration)
+            adapted = add_image_headroom(graph, plan_calibration(self.model, plan, self.calibration))
+            self._equalized[key] = graph, adapted
+        graph, calibration = self._equalized[key]
+        return Draft(graph=graph, calibration=calibration, plan=plan)
+
+    @cached_property
+    def _equalized(self) -> dict[bytes, tuple[Graph, Calibration]]:
+        return {}
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -159,13 +169,6 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             name: msgspec.structs.replace(grid, zero_point=grid.zero_point + 128) for name, grid in plan.grids.items()
         }
         return msgspec.structs.replace(self, plan=msgspec.structs.replace(plan, activation="uint8", grids=grids))
-
-
-def open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
-    """Returns a plan with the graph and the calibration that it was made for."""
-    graph = plan_graph(model, plan, calibration)
-    calibration = add_image_headroom(graph, plan_calibration(model, plan, calibration))
-    return Draft(graph=graph, calibration=calibration, plan=plan)
 
 
 def choose_ranges(

@@ -53,12 +53,13 @@ def find_plan(
         _keep_taken(choice)
         plan, searched = choice.chosen.plan, choice.found
     else:
-        plan = search.memo.budget.attempt(PLACEMENT, partial(keep_taken, search, plan, searched)) or plan
+        plan = search.memo.budget.attempt(PLACEMENT, keep_taken, search, plan, searched) or plan
     if not narrow:
         return plan, searched
     reached = None if searched is None else searched.chosen.prediction.sqnr_db
-    store = partial(store_narrow, search.model, plan, search.calibration, reached)
-    narrowed = search.memo.budget.attempt("large constants in 8 or 16 bits", store)
+    narrowed = search.memo.budget.attempt(
+        "large constants in 8 or 16 bits", store_narrow, search.model, plan, search.calibration, reached
+    )
     if narrowed is None or not narrowed.narrow.bits or searched is None:
         return narrowed or plan, searched
     wide = searched.chosen
@@ -183,8 +184,9 @@ def _try_float(choice: _Choice) -> None:
 
     if not before.plan.wide and search.relievable:
         return
-    find = partial(relief.find_wide_range, search, first.plan, before.plan)
-    wide_range = search.memo.budget.attempt(plan_search.MORE_RELIEF, find) or relief.WideRange()
+    attempt = search.memo.budget.attempt
+    wide_range = attempt(plan_search.MORE_RELIEF, relief.find_wide_range, search, first.plan, before.plan)
+    wide_range = wide_range or relief.WideRange()
     kept = [names for names in wide_range.steps if adopt(before, names)]
     # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
     for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(before.plan.wide)]:
@@ -228,11 +230,11 @@ def _keep_taken(choice: _Choice) -> None:
     That must lose no more, and keep most of the work in integers, unless no session could be made of the chosen plan.
     """
     search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
-    plan = attempt(PLACEMENT, partial(keep_taken, search, chosen.plan, choice.found))
+    plan = attempt(PLACEMENT, keep_taken, search, chosen.plan, choice.found)
     if plan is None or plan == chosen.plan:
         return
     step = f"{chosen.step}, as the target takes it"
-    trial = attempt(PLACEMENT, partial(plan_search.measure_plan, search, step, plan))
+    trial = attempt(PLACEMENT, plan_search.measure_plan, search, step, plan)
     if trial is None:
         return
     choice.change(trials=(*choice.found.trials, trial))
@@ -284,9 +286,8 @@ def _advise(choice: _Choice, advice: str) -> None:
     if choice.found.wide_range:
         worst = relief.explain_wide_range(choice.found.wide_range[0], search.target)
     elif first.judged:
-        draft = search.open_draft(first)
-        name = partial(relief.name_worst, draft, choice.chosen.plan, search.memo)
-        worst = search.memo.budget.attempt("the tensor that loses most", name) or ""
+        draft, attempt = search.open_draft(first), search.memo.budget.attempt
+        worst = attempt("the tensor that loses most", relief.name_worst, draft, choice.chosen.plan, search.memo) or ""
     choice.change(advice="; ".join(part for part in (advice, worst) if part))
 
 

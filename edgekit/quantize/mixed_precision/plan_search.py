@@ -311,8 +311,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     for counts in (_FEW, _MORE_THAN_FEW):
         if attempts.is_enough(last) or not search.memo.budget.allows(MORE_RELIEF):
             return attempts.in_order
-        weigh = partial(bound_relief_by_count, search, first, counts)
-        shares = search.memo.budget.attempt(MORE_RELIEF, weigh)
+        shares = search.memo.budget.attempt(MORE_RELIEF, bound_relief_by_count, search, first, counts)
         if shares is None:
             return attempts.in_order
         left |= {count: max(1 - share, _NONE_LEFT) for count, share in shares.items()}
@@ -365,8 +364,7 @@ def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
         misses = attempts.choose() == before and not goal.is_met(attempts.trials[before].prediction)
         if not misses or not memo.budget.allows(MORE_RELIEF):
             return
-        weigh = partial(bound_relief_by_count, search, first, (before, count))
-        shares = memo.budget.attempt(MORE_RELIEF, weigh)
+        shares = memo.budget.attempt(MORE_RELIEF, bound_relief_by_count, search, first, (before, count))
         if shares is None:
             return
         left = max(1 - shares[before], _NONE_LEFT)
@@ -550,14 +548,12 @@ def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out
         EdgekitError: as for `quantize_model`.
     """
     known, quantized = search.tried.get(searched.chosen.step, (None, None)) if searched is not None else (None, None)
-    # A model refers to its external data by file name, so it cannot be copied under another name. A trial has an LSTM
-    # as one node, of which QNN needs the parts.
-    if quantized is None or known != plan or quantized.model.external_files or _has_lstm(quantized.model):
+    # A model refers to its external data by file name, so it cannot be copied under another name.
+    if quantized is None or known != plan or quantized.model.external_files:
+        return quantize_model(search.model, plan, search.calibration, out)
+    # A trial has an LSTM as one node, of which QNN needs the parts.
+    if any(node.op_type == "LSTM" for node in skim_model(quantized.model.path).graph.node):
         return quantize_model(search.model, plan, search.calibration, out)
     copy_file(quantized.model.path, out)
     model = msgspec.structs.replace(quantized.model, path=out, name=out.name.removesuffix(".onnx"))
     return msgspec.structs.replace(quantized, model=model)
-
-
-def _has_lstm(model: Model) -> bool:
-    return any(node.op_type == "LSTM" for node in skim_model(model.path).graph.node)

@@ -8,7 +8,6 @@ A tensor that gets 16 bits or float instead of 8 bits is called relieved.
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -92,7 +91,7 @@ def relieve_step(subject: candidates.Subject, plan: QuantPlan, count: int, *, be
         return msgspec.structs.replace(relieved, rounding=rounding)
     if count > _FEW_RELIEVED:
         return relieved
-    fitted = memo.budget.attempt("ranges of inputs", partial(fit_inputs, msgspec.structs.replace(draft, plan=relieved)))
+    fitted = memo.budget.attempt("ranges of inputs", fit_inputs, msgspec.structs.replace(draft, plan=relieved))
     return fitted or relieved
 
 
