@@ -49,6 +49,8 @@ POWER = "re = MatMul(x, wr) im = MatMul(x, wi) re2 = Mul(re, re) im2 = Mul(im, i
     [
         # A front end with more layers than the network is one all the same.
         (f"{POWER} e = Max(m, eps) l = Log(e) y = MatMul(l, w)", 8),
+        # The form of a Clip that NNAPI gets.
+        (f"{POWER} d = Max(m, eps) e = Min(d, eps) l = Log(e) y = MatMul(l, w)", 9),
         # A Log behind a network keeps only its neighbours.
         ("h = MatMul(x, v) s = Softmax(h) y = Log(s)", 2),
         # A root within a network is no spectrum.
