@@ -44,8 +44,8 @@ _SPECTRAL = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
 _LINEAR = frozenset(
     {
         "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
-        "Identity", "MatMul", "Max", "Min", "Mul", "Neg", "Pad", "Pow", "ReduceMean", "ReduceSum", "Reshape", "Slice", "Split",
-        "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
+        "Identity", "MatMul", "Max", "Min", "Mul", "Neg", "Pad", "Pow", "ReduceMean", "ReduceSum", "Reshape", "Slice",
+        "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
     }
 )  # fmt: skip
 
