@@ -141,13 +141,18 @@ def _silu(values: Array) -> Array:
     return values * sigmoid(values)
 
 
+def _elu(values: Array) -> Array:
+    return np.where(values > 0, values, np.expm1(np.minimum(values, 0)))
+
+
 _BY_OP: dict[str, Nonlinearity] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
-# Beyond these ends a function is constant, or changes by less than a step of 8 bits: by 3e-4, 7e-4, 0 and 3e-3.
+# Beyond these ends a function is constant, or changes by less than a step of 8 bits: by 3e-4, 7e-4, 0, 3e-3 and 2e-3.
 _SATURATION: dict[Nonlinearity, tuple[float, float]] = {
     sigmoid: (-8.0, 8.0),
     np.tanh: (-4.0, 4.0),
     _hard_swish: (-3.0, math.inf),
     _silu: (-8.0, math.inf),
+    _elu: (-6.0, math.inf),
 }
 
 
@@ -165,9 +170,19 @@ def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
         ops = sorted(node.op_type for node in nodes)
         if len(ops) == 1 and ops[0] in _BY_OP:
             readers[name] = _BY_OP[ops[0]]
+        elif any(_is_elu(graph, name, node) for node in nodes) and ops in (["Elu"], ["Exp", "Max"]):
+            readers[name] = _elu
         elif len(ops) == 2 and "Mul" in ops:
             readers.update((name, reader) for reader in _find_silu(graph, name, nodes))
     return readers
+
+
+def _is_elu(graph: Graph, name: str, node: Node) -> bool:
+    """Returns True for an Elu that ends at -1, or the Max(x, 0) that makes one with Exp(x) where a target has none."""
+    if node.op_type == "Elu":
+        return node.number("alpha", 1.0) == 1
+    others = [graph.constant(other) for other in node.input if other != name]
+    return node.op_type == "Max" and len(others) == 1 and others[0] is not None and not others[0].any()
 
 
 def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Nonlinearity]:

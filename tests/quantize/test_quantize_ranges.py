@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import msgspec
@@ -109,6 +110,24 @@ def test_silu_gives_up_the_negative_tail() -> None:
     values = np.concatenate([np.linspace(-40, 0, 10_000), np.linspace(0, 4, 10_000)])
     assert mse_range(whole(values), histogram_of(values), lambda x: x / (1 + np.exp(-x))).low > -15
     assert mse_range(whole(values), histogram_of(values)).low < -30
+
+
+@pytest.mark.parametrize(
+    ("body", "is_elu"),
+    [
+        ("y = Elu(a)", True),
+        ("y = Elu<alpha = 0.5>(a)", False),
+        ("e = Exp(a) d = Sub(e, one) l = Min(d, zero) h = Max(a, zero) y = Add(l, h)", True),
+        ("e = Exp(a) d = Sub(e, one) l = Min(d, zero) h = Max(a, one) y = Add(l, h)", False),
+    ],
+)
+def test_an_elu_is_found_whole_and_in_parts(body: str, is_elu: bool, tmp_path: Path) -> None:
+    text = f"""g (float[1,4] x) => (float[1,4] y) <float zero = {{0}}, float one = {{1}}> {{ a = Mul(x, x) {body} }}"""
+    readers = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))
+    assert ("a" in readers) is is_elu
+    if is_elu:
+        assert readers["a"](np.array([-50.0, -1.0, 2.0])) == pytest.approx([-1, math.exp(-1) - 1, 2])
+        assert saturation_of(readers["a"])[0] == -6
 
 
 def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
