@@ -158,6 +158,24 @@ def test_the_parts_of_a_gelu_with_tanh_need_more_than_8_bits(body: str, count: i
     assert graph.producers["h"].name not in found
 
 
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ("e = Exp(h) d = Sub(e, one) l = Min(d, zero) m = Max(h, zero) z = Add(m, l)", 5),
+        ("e = Exp(h) f = Mul(e, a) d = Sub(f, a) l = Min(d, zero) m = Max(h, zero) z = Add(l, m)", 6),
+        ("e = Exp(h) d = Sub(e, one) l = Min(d, zero) m = Max(h, zero) z = Mul(m, l)", 0),
+        ("e = Exp(h) d = Sub(e, one) z = Min(d, zero)", 0),
+    ],
+)
+def test_the_parts_of_an_elu_need_more_than_8_bits(body: str, count: int, tmp_path: Path) -> None:
+    text = f"""g (float[1,4] x) => (float[1,4] y) <float a = {{0.8}}, float one = {{1}}, float zero = {{0}}> {{
+      h = MatMul(x, w) {body} y = MatMul(z, w) }}"""
+    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (4, 4)}))
+    found = find_high_precision_regions(graph)
+    assert len(found) == count
+    assert "MatMul" not in {node.op_type for node in graph.nodes if node.name in found}
+
+
 def test_many_normalisations_cost_no_walk_to_the_inputs_each(tmp_path: Path) -> None:
     layers = "\n".join(
         f"m{at} = MatMul(y{at}, w) s{at} = Mul(m{at}, m{at}) r{at} = ReduceMean<axes=[1]>(s{at})"

@@ -169,17 +169,35 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
 
     They are the nodes of normalisations, whose square root and quotient amplify rounding errors of the variance: the
     square, the reduction, the root, and the quotient or product with the normalised tensor. And the parts of a Gelu
-    with Tanh, whose cube of x spans three times the decades of x.
+    with Tanh, whose cube of x spans three times the decades of x, and those of an Elu with Exp, whose sum of two halves
+    would be rounded three times.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
         if node.op_type == "Tanh":
             for member in _tanh_gelu(graph, node):
                 reasons.setdefault(member.name, f"it belongs to the Gelu around '{node.name}'")
+        if node.op_type == "Exp":
+            for member in _split_elu(graph, node):
+                reasons.setdefault(member.name, f"it belongs to the Elu around '{node.name}'")
         if node.op_type == "Sqrt" and node.output and graph.is_float(node.output[0]):
             for member in _normalisation(graph, node):
                 reasons.setdefault(member.name, f"it belongs to the normalisation around '{node.name}'")
     return reasons
+
+
+def _split_elu(graph: Graph, power: Node) -> list[Node]:
+    """Returns the nodes of Max(x, 0) + Min(a * Exp(x) - a, 0) around its Exp; [] if it belongs elsewhere."""
+    high = [node for node in graph.readers(power.input[0]) if node.op_type == "Max"]
+    found, node = [power, *high], power
+    while len(high) == 1 and len(readers := graph.readers(node.output[0])) == 1 and len(found) < _MOST_NODES:
+        node = readers[0]
+        found.append(node)
+        if high[0].output[0] in node.input:
+            return found if node.op_type == "Add" else []
+        if node.op_type not in {"Mul", "Sub", "Min"}:
+            break
+    return []
 
 
 def _tanh_gelu(graph: Graph, bend: Node) -> list[Node]:
