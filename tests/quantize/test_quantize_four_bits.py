@@ -6,8 +6,18 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from fixture_types import present
 from onnx import numpy_helper
-from quantize_models import conv_net, draft_of, make_model, make_samples, quantize, random_samples
+from quantize_models import (
+    conv_net,
+    draft_of,
+    make_model,
+    make_samples,
+    make_search,
+    predicted,
+    quantize,
+    random_samples,
+)
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -16,6 +26,7 @@ from edgekit.model.model import Model, save_proto
 from edgekit.model.tensors import Array
 from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.calibration.held_out import read_fitted, read_held_out
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import (
@@ -32,6 +43,7 @@ from edgekit.quantize.gptq import (
 )
 from edgekit.quantize.graph.sessions import open_quantized
 from edgekit.quantize.mixed_precision.candidates import Draft, WeightError, place_draft
+from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB
 from edgekit.quantize.mixed_precision.score import open_judge
 from edgekit.quantize.mixed_precision.weights import choose_kept, keep_eight, rank_weights, scale_errors
@@ -197,6 +209,23 @@ def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
     spent = Budget(end=0.0)
     assert keep_eight(draft, lead, spent) == (draft.plan, ())
     assert spent.left_out == ["weights of 8 bits"]
+
+
+@pytest.mark.parametrize(("ratio", "is_missed"), [(40.0, False), (20.0, True)])
+def test_where_a_goal_is_missed_more_weights_keep_8_bits(tmp_path: Path, *, ratio: float, is_missed: bool) -> None:
+    """In all but the first plan the outputs hold values that hardly differ, which is what is told of them."""
+    net = narrow_net(tmp_path)
+    calibration = calibrate_model(net, random_samples(net, 24), work=tmp_path / "work")
+
+    def measure(quantized: Model) -> Prediction:
+        return predicted(None, sqnr_db=ratio if quantized.path.stem == "all" else 40.0)
+
+    search = make_search((net, calibration), measure, load_target("qnn"), tmp_path, "w4a16")
+    plan, searched = find_plan(search, max_drop=0.005, narrow=False)
+    first, chosen = present(searched).trials[0].plan, present(searched).chosen
+    assert chosen.step == ("all, more weights in 8 bits" if is_missed else "all")
+    assert (len(plan.bits) < len(first.bits)) == is_missed
+    assert any(each.eight_bit_share for each in plan.judged) or not is_missed
 
 
 def test_each_weight_is_ranked_by_what_it_alone_costs(tmp_path: Path) -> None:

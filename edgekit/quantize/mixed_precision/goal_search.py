@@ -3,6 +3,7 @@
 The ranges of state that a model feeds back to itself may be shortened.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -10,7 +11,7 @@ import msgspec
 
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
-from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
+from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
@@ -18,6 +19,7 @@ from edgekit.quantize.mixed_precision.candidates import store_narrow
 from edgekit.quantize.mixed_precision.placement import PLACEMENT, keep_taken
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.trials import State, Trial
+from edgekit.quantize.mixed_precision.weights import keep_more
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import TensorRange
 
@@ -195,10 +197,16 @@ def _try_float(choice: _Choice) -> None:
 
 
 def _widen_weights(choice: _Choice) -> None:
-    """Tries 16 bits for the worst weights, if the goal is missed."""
-    search, chosen = choice.search, choice.chosen
-    has_wide = search.widens or not search.relievable
-    if has_wide and not chosen.prediction.meets(choice.goal.max_drop) and choice.allows(plan_search.MORE_RELIEF):
+    """Tries more bits for the worst weights if the goal is missed: 8 in place of 4, or 16 in place of 8."""
+    search, chosen, goal = choice.search, choice.chosen, choice.goal.max_drop
+    if chosen.prediction.meets(goal) or not choice.allows(plan_search.MORE_RELIEF):
+        return
+    if 4 in chosen.plan.bits.values():
+        drop = chosen.prediction.drop_estimate
+        # The number of changed decisions is proportional to the amplitude of the noise.
+        rise = GOOD_DB - chosen.prediction.sqnr_db if drop is None else 20 * math.log10(drop / max(goal, _NEGLIGIBLE))
+        choice.add_better(f"{chosen.step}, more weights in 8 bits", partial(keep_more, search, chosen.plan, rise))
+    elif search.widens or not search.relievable:
         choice.add_better(f"{chosen.step}, weights in 16 bits", partial(plan_search.widen_step, search, chosen.plan))
 
 

@@ -16,7 +16,15 @@ from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import relief
-from edgekit.quantize.mixed_precision.candidates import Draft, Subject, WeightError, digest_draft, place_draft
+from edgekit.quantize.mixed_precision.candidates import (
+    Draft,
+    Subject,
+    WeightError,
+    digest_draft,
+    judge_plan,
+    place_draft,
+    sort_candidates,
+)
 from edgekit.quantize.mixed_precision.score import list_rounded, open_judge, strip_weights, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
@@ -30,17 +38,33 @@ _SAMPLES = 4
 _ROUNDS, _MARGIN_DB = 3, 2.0
 
 
-def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan, tuple[Candidate, ...]]:
-    """Returns the plan with 8 bits for the weights that lose most for their size, and the tried candidates.
-
-    As few weights keep 8 bits as are needed for a ratio of COLLAPSED_DB (FAITHFUL_DB if the outputs are images, which
-    do not tolerate an error of a tenth), and no more than half of all. `lead` is the judged candidate of the draft's
-    own plan.
+def keep_more(subject: Subject, plan: QuantPlan, rise: float) -> QuantPlan | None:
+    """Returns a plan with more weights in 8 bits, None if they gain nothing: the ratio is to rise by `rise` dB.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    enough = FAITHFUL_DB if makes_images(draft.graph, draft.calibration.outputs) else relief.COLLAPSED_DB
+    draft = subject.open_draft(plan)
+    lead = judge_plan(draft)
+    kept, tried = keep_eight(draft, lead, subject.memo.budget, lead.sqnr_db + rise)
+    judged = sort_candidates([*plan.judged, *tried])
+    return msgspec.structs.replace(kept, judged=judged) if kept.bits != plan.bits else None
+
+
+def keep_eight(
+    draft: Draft, lead: Candidate, budget: Budget, enough: float | None = None
+) -> tuple[QuantPlan, tuple[Candidate, ...]]:
+    """Returns the plan with 8 bits for the weights that lose most for their size, and the tried candidates.
+
+    As few weights keep 8 bits as are needed for a ratio of `enough` dB, and no more than half of those with 4 bits. By
+    default that is COLLAPSED_DB (FAITHFUL_DB if the outputs are images, which do not tolerate an error of a tenth).
+    `lead` is the judged candidate of the draft's own plan.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    if enough is None:
+        enough = FAITHFUL_DB if makes_images(draft.graph, draft.calibration.outputs) else relief.COLLAPSED_DB
     if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
         return draft.plan, ()
     placed = place_draft(draft)
