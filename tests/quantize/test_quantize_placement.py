@@ -9,11 +9,13 @@ import pytest
 from quantize_models import find_searched, make_model, make_search, predicted, random_samples
 
 from edgekit.check.check import check_model
+from edgekit.errors import ModelError
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
 from edgekit.progress import Budget
-from edgekit.quantize import calibrate_model
+from edgekit.quantize import QuantizedModel, calibrate_model
 from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.mixed_precision import plan_search
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.placement import FLOAT_ONLY, PLACEMENT, keep_taken, widen_region
@@ -122,6 +124,22 @@ def test_no_node_is_tried_after_the_time_is_over(tmp_path: Path) -> None:
     late = msgspec.structs.replace(search, memo=Memo(budget=Budget(end=0.0)))
     assert keep_taken(late, plan, None) == plan
     assert late.memo.budget.left_out == [PLACEMENT]
+
+
+def test_a_plan_that_cannot_be_written_is_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = begin(tmp_path, SPLIT, lambda _: predicted(0.0, sqnr_db=50.0))
+    plan = draft_plan(search.model, search.graph, search.calibration, search.target, search.precision)
+    write, most = plan_search.write_chosen, len(plan.float_nodes)
+
+    def refuse(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:
+        if len(plan.float_nodes) > most:
+            raise ModelError("a float layer lies between quantized neighbours", hint="")
+        return write(search, plan, searched, out)
+
+    monkeypatch.setattr(plan_search, "write_chosen", refuse)
+    assert keep_taken(search, plan, None) == plan
+    most -= 1
+    assert keep_taken(search, plan, None) == plan
 
 
 def test_a_plan_of_which_the_target_takes_all_is_left_as_it_is(tmp_path: Path) -> None:

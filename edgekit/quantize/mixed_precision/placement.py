@@ -7,6 +7,7 @@ import msgspec
 
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport, find_stopping
+from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph
 from edgekit.quantize.graph.float_graph import range_source
 from edgekit.quantize.graph.layers import read_layers
@@ -39,14 +40,19 @@ def keep_taken(search: plan_search.Search, plan: QuantPlan, searched: plan_searc
         EdgekitError: as for `quantize_model`.
     """
 
-    def check_kept(kept: Mapping[str, str]) -> CheckReport:
+    def check_kept(kept: Mapping[str, str]) -> CheckReport | None:
+        """Returns None for a plan that cannot be written, as one with a float layer between quantized neighbours."""
         changed = _keep_float(search.graph, plan, kept)
-        written = plan_search.write_chosen(search, changed, searched, search.work / "placed.onnx")
+        try:
+            written = plan_search.write_chosen(search, changed, searched, search.work / "placed.onnx")
+        except ModelError:
+            return None
         return plan_search.check_trial(search, written.model)
 
     kept, best, useless, last_gain = dict[str, str](), dict[str, str](), set[str](), -1
-    check, in_float = check_kept({}), set[str]()
-    reached = _rank(check)
+    if (check := check_kept({})) is None:
+        return plan
+    reached, in_float = _rank(check), set[str]()
     layers, floats = {layer.node for layer in read_layers(search.graph)}, {node.name for node in plan.float_nodes}
     for attempt in range(_MAX_ATTEMPTS):
         left = {node.name for node in check.node_list if not node.taken}
@@ -63,13 +69,14 @@ def keep_taken(search: plan_search.Search, plan: QuantPlan, searched: plan_searc
         if not added:
             break
         kept |= dict.fromkeys(added, reason)
-        check = check_kept(kept)
+        if (check := check_kept(kept)) is None:
+            break
         if _rank(check) < reached:
             best, reached, last_gain = dict(kept), _rank(check), attempt
             useless = {node.name for node in check.node_list if not node.taken}
     # What the target leaves out in float too may as well stay in integers.
     useful = {name: reason for name, reason in best.items() if name not in useless}
-    if useful != best and _rank(check_kept(useful)) <= reached:
+    if useful != best and (check := check_kept(useful)) is not None and _rank(check) <= reached:
         best = useful
     return _keep_float(search.graph, plan, best)
 
