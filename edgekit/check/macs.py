@@ -201,7 +201,7 @@ def _demand(graph: Graph, node: Node) -> Iterator[tuple[int, int, int]]:
         case "MatMul", 2:
             wanted = [(0, -1, weight[0])]
         case "Gemm", 2:
-            wanted = [(0, 0 if node.integer("transA", 0) else 1, weight[node.integer("transB", 0)])]
+            wanted = [(0, 0 if node.integer("transA", 0) else 1, weight[1 if node.integer("transB", 0) else 0])]
         case "Conv", rank if rank > 1:
             wanted = [(0, 1, weight[1] and weight[1] * node.integer("group", 1))]
         case (("ConvTranspose" | "BatchNormalization" | "InstanceNormalization"), rank) if rank:

@@ -228,8 +228,8 @@ _MOST_BYTES = 1 << 14
 def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy with types and shapes that onnx can infer, without large initializers' data and lists of trees.
 
-    Contrib operators of ONNX Runtime are inferred too (`contrib.py`). If inference fails, for example at contradictory
-    shapes, the copy has those of the model.
+    Contrib operators of ONNX Runtime are inferred too (`substitute_contrib`). If inference fails, for example at
+    contradictory shapes, the copy has those of the model.
     """
     light, large = copy_light(proto, _MOST_BYTES, lists=False)
     light.graph.name = proto.graph.name or "graph"

@@ -386,6 +386,7 @@ def test_sizes_that_do_not_fit_the_model_are_not_assumed(command: Command, answe
 DEMANDING = {
     "MatMul": ("[N,W]", "y = MatMul(x, w)", (40, 8)),
     "Gemm": ("[N,W]", "y = Gemm<transB = 1>(x, w)", (8, 40)),
+    "turned": ("[N,W]", "y = Gemm<transB = 2>(x, w)", (8, 40)),
     "Conv": ("[N,W,32,32]", "y = Conv(x, w)", (8, 40, 1, 1)),
     "GRU": ("[T,N,W]", "y, h = GRU<hidden_size = 8>(x, w, r)", (1, 24, 40)),
     "moved": ("[N,T,W]", "t = Transpose<perm = [1, 0, 2]>(x) u = Relu(t) y = MatMul(u, w)", (40, 8)),
