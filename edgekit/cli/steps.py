@@ -198,8 +198,8 @@ def quantize_command(
     # Options that would have no effect are errors.
     if chosen.max_drop is not None:
         options.refuse_unused("--method --plan --plan-only", "--max-drop plans by itself")
-    elif state is not None:
-        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")
+    elif state is not None and method != "best":
+        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT or --method best")
     if plan is not None:
         options.refuse_unused("--method --plan-only --time-budget", "--plan is applied as it stands")
     if plan_only:

@@ -70,7 +70,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to quantize: by a method, or by the plan in a file.
 
     With the method "auto" plans are compared by their estimated drop until one loses little, with "best" until one
-    loses nothing. Others are range methods, used without a search.
+    loses nothing. Others are range methods, used without a search. A `max_drop` in the recipe replaces both goals.
 
     `state` is the file from which a search continues, `cache` the folder that keeps calibrations. With `layers` each
     activation is also quantized alone. After `time_budget_s` seconds no further plan is tried.
@@ -296,8 +296,8 @@ def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
         require_plan(job.given, model, calibration, search.target)
         return job.given, None
     if job.recipe.max_drop is not None or method in _CHOOSING_METHODS:
-        given = 0.0 if method == "best" else job.recipe.max_drop
-        goal = None if given is None else given / 100
+        lossless = 0.0 if method == "best" else None
+        goal = lossless if job.recipe.max_drop is None else job.recipe.max_drop / 100
         return find_plan(search, max_drop=goal, narrow=narrow, state=job.state)
     plan = plan_quantization(model, calibration, search.target, search.precision, method=method, memo=search.memo)
     attempt = search.memo.budget.attempt

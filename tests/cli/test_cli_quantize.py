@@ -129,6 +129,7 @@ UNFIT: dict[str, tuple[tuple[str, ...], str]] = {
     "all targets": (("--target", "all"), "for one target at a time"),
     "a goal that is no number": (("--max-drop", "nan"), "'nan' is no number"),
     "a state without a goal": (("--state", "s.json"), "--state keeps what a search tries"),
+    "a state of a range method": (("--state", "s.json", "--method", "mse"), "--state keeps what a search tries"),
     "a plan and a method": (("--plan", "plan.txt", "--method", "mse"), "--plan is applied as it stands"),
     "a plan and its printing": (("--plan-only",), "--plan-only writes no model"),
     "a plan of other bits": (("--target", "qnn", "--plan", "plan.txt", "--precision", "int16"), "the plan is of int8"),
@@ -151,6 +152,16 @@ def test_options_that_do_not_fit_are_refused_before_work_starts(
     assert message in said
     assert said.count("\n") == 1
     assert not Path("q.onnx").exists()
+
+
+def test_the_best_method_is_a_search_that_a_state_keeps(folder: Path, tmp_path: Path) -> None:
+    state, files = tmp_path / "s.json", [tmp_path / name for name in ("best.onnx", "again.onnx", "goal.onnx")]
+    for file, how in zip(files, (("--method", "best"), ("--method", "best"), ("--max-drop", "0")), strict=True):
+        assert quantize(folder, *how, "--state", state, out=file, target="qnn") in {0, 1}
+        steps = [trial["step"] for trial in json.loads(state.read_text())["trials"]]
+        assert steps[0] == "all"
+        assert len(set(steps)) == len(steps)
+    assert len({file.read_bytes() for file in files}) == 1
 
 
 @pytest.mark.parametrize("command", ["quantize", "build"])

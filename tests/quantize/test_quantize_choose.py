@@ -279,6 +279,9 @@ def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, tmp_
     assert {trial.step for trial in best.trials} >= {"all", "relieve 1", "relieve 3"}
     assert best.predicted.sqnr_db > auto.predicted.sqnr_db + 1
     assert (best.max_drop, best.met) == (None, None)
+    wide = msgspec.structs.replace(recipe, max_drop=50.0)
+    stated = quantize_for(net.path, data, tmp_path / "q.onnx", wide, QuantizeOptions(method="best"))
+    assert (stated.max_drop, {trial.step for trial in stated.trials}) == (50.0, {"all", "minmax"})
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,9 @@ class Likeness:
 
         Two conditions hold then. A paired t-test over the samples, or over whole sequences, shows that the other's
         outputs moved farther (decisions change in proportion to that), at the level of `z` normal standard errors: by
-        default that of a group sequential test (`FloatReference.look`). And
-        the loss estimated from changed decisions is not smaller for the other. The quantile of Student's t is computed
-        from the normal one (Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.5, to second order).
+        default that of a group sequential test (`FloatReference.look`). And the loss estimated from changed decisions
+        is not smaller for the other. The quantile of Student's t is computed from the normal one (Abramowitz and
+        Stegun, "Handbook of mathematical functions", 26.7.5, to second order).
         """
         count = len(self._samples) // self._steps
         if not (self.is_whole and other.is_whole and count > 1):

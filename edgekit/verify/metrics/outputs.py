@@ -162,8 +162,8 @@ def weigh_output(output: OutputReport, thresholds: Thresholds) -> Judgement:
     for label, value, _, least, unit in figures:
         if not value >= least - 1e-12:
             failures.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
-    least_of = {False: thresholds.min_top1_agreement, True: thresholds.min_agreement}
-    limits = [(each, least_of[each.of in _MEASURED]) for each in output.agreements]
+    of_classes, of_measured = thresholds.min_top1_agreement, thresholds.min_agreement
+    limits = [(each, of_measured if each.of in _MEASURED else of_classes) for each in output.agreements]
     missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
     is_beyond_chance = any(each.is_below(least) for each, least in missed)
     # It fails if the agreement of every possible kind is below its limit, and that of at least one by more than chance.
