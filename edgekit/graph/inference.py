@@ -133,6 +133,7 @@ def _may_be_empty(model: onnx.ModelProto) -> bool:
 
 def _infer_past_windows(light: onnx.ModelProto) -> onnx.ModelProto:
     """Returns the model with inferred shapes; a Slice of something of negative size has none."""
+    _open_negative(light)
     hidden = [node for node in iterate_nodes(light.graph) if node.op_type == "Slice" and node.domain in MAIN_DOMAINS]
     if not hidden:
         return _infer(light)
@@ -170,13 +171,27 @@ def _read_sizes(model: onnx.ModelProto) -> dict[str, list[int]]:
     return found | {tensor.name: list(tensor.dims) for tensor in stored}
 
 
+def _open_negative(model: onnx.ModelProto) -> None:
+    """Opens, in place, the dimensions that the model says are -1: as ONNX Runtime, which takes them for unknown."""
+    for graph in iterate_graphs(model.graph):
+        for value in (*graph.value_info, *graph.input, *graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.Clear()
+
+
 def _find_negative(inferred: onnx.ModelProto) -> tuple[onnx.NodeProto, list[int]] | None:
-    """Returns the first node with an output of negative size, and this output's shape; None if there is none."""
+    """Returns the first node with an output of negative size, and this output's shape; None if there is none.
+
+    A branch may never run at such a size: of its nodes only those before a Slice count, which ends the process.
+    """
     sizes = _read_sizes(inferred)
-    for node in iterate_nodes(inferred.graph):
-        for name in node.output:
-            if min(sizes.get(name, ()), default=0) < 0:
-                return node, sizes[name]
+    sliced = {name for node in iterate_nodes(inferred.graph) if node.op_type == "Slice" for name in node.input[:1]}
+    for graph in iterate_graphs(inferred.graph):
+        for node in graph.node:
+            for name in node.output if graph is inferred.graph else sliced.intersection(node.output):
+                if min(sizes.get(name, ()), default=0) < 0:
+                    return node, sizes[name]
     return None
 
 

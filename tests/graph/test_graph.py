@@ -1,5 +1,6 @@
 """The one view of a graph: constants in all forms, who makes and reads what, bodies, and inference without weights."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from tiny_models import parse_net, save_net
 from edgekit.errors import ModelError
 from edgekit.graph.constants import lift_constants, list_constants
 from edgekit.graph.graph import Graph, view_model, view_part
-from edgekit.graph.inference import infer_model
+from edgekit.graph.inference import infer_model, refuse_empty_windows
 from edgekit.graph.match import list_moved
 from edgekit.graph.spatial import takes_raw_pixels
+from edgekit.model.model import load_model
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model
@@ -339,6 +341,32 @@ def test_a_slice_of_a_negative_size_ends_no_process(body: str, rows: int, tmp_pa
     assert list(infer_model(proto).graph.node) == list(proto.graph.node)
     with pytest.raises(ModelError, match=r"\(Conv\) would make a tensor of shape \[1, 2, -3, 6\]"):
         prepare_model(model, tmp_path / "p.onnx")
+
+
+@pytest.mark.parametrize(("name", "shape"), [("x", (1, 1, -1, 8)), ("y", (1, 2, -1, 6))])
+def test_a_size_of_minus_one_is_an_open_one(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    proto = parse_net("(float[1,1,n,8] x) => (float[1,2,c,6] y) { e = Conv(x, w) y = Relu(e) }")
+    proto.graph.initializer.append(numpy_helper.from_array(np.ones((2, 1, 7, 3), np.float32), "w"))
+    (stated,) = (each for each in (*proto.graph.input, *proto.graph.output) if each.name == name)
+    stated.CopyFrom(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+    onnx.save(proto, tmp_path / "m.onnx")
+    fixed = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "p.onnx", {"x:2" if name == "x" else "n": 9})
+    assert [spec.shape for spec in fixed.outputs] == [(1, 2, 3, 6)]
+    # Nor is the model refused while its sizes are open.
+    refuse_empty_windows(proto)
+
+
+# ONNX Runtime runs the other branch of an If, but a Slice in either ends its process.
+@pytest.mark.parametrize(("body", "fits"), [("e = Conv(x, w) d = Relu(e)", True), (_SMALL, False)])
+def test_a_branch_that_may_never_run_can_have_too_large_a_window(body: str, fits: bool, tmp_path: Path) -> None:
+    model = save_net(
+        f"""(float[1,1,n,8] x, bool b) => (float[p,q,r,s] y) {{
+            y = If<then_branch = t () => (float[a,c,g,h] d) {{ {body} }},
+            else_branch = o () => (float[i,j,k,l] f) {{ f = Relu(x) }}>(b) }}""",
+        tmp_path / "m.onnx", w=np.ones((2, 1, 7, 3), np.float32), zero=np.array([0]), two=np.array([2]),
+    )  # fmt: skip
+    with contextlib.nullcontext() if fits else pytest.raises(ModelError, match="too small for this network"):
+        prepare_model(model, tmp_path / "p.onnx", {"n": 5})
 
 
 def test_slices_behind_windows_that_fit_are_inferred(tmp_path: Path) -> None:
