@@ -204,7 +204,7 @@ def test_that_no_sample_judges_is_told(count: int, dtype: type, why: str, tmp_pa
     for index in range(count):
         held.offer(index, {"x": np.zeros(1, dtype)}, {})
     assert not held.positions()
-    assert why in "".join(held.describe_loss())
+    assert f"{why}; 'auto' and 'best' begin with minmax then" in "".join(held.describe_loss())
 
 
 # The objective: what outputs decide counts, not the power of their errors; the surest classes do not tie.

@@ -47,7 +47,7 @@ class HeldOut:
         wanted, kept = len(self._indices), len(self.positions())
         if not kept:
             why = f"{FEWEST_SAMPLES} are needed" if not wanted else "inputs are no plain numbers"
-            return (f"no sample is held out to judge the plans: {why}; the method 'auto' is minmax then",)
+            return (f"no sample is held out to judge the plans: {why}; 'auto' and 'best' begin with minmax then",)
         if kept == wanted:
             return ()
         each = self._size_bytes / kept / 1e6
