@@ -181,6 +181,12 @@ def test_labels_that_are_no_classes_are_told_of_the_metrics(tmp_path: Path) -> N
     assert "need a metric: --metric NAME, or [metric] in the --recipe of a build" in str(refused.value.hint)
 
 
+def test_a_file_without_labels_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match=r"'.*empty.txt' has int64 of shape \[0\] as labels"):
+        read_labels(tmp_path / "empty.txt", list_samples([{"x": ROWS[0]}], "one"))
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [

@@ -3,6 +3,7 @@
 A label is the correct answer for a sample: a class, a text, a mask, an image, or boxes.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +56,8 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
     unread = DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line")
     hint = "labels of another kind need a metric: --metric NAME, or [metric] in the --recipe of a build"
     malformed = DataError(f"'{path}' holds no classes, which are whole numbers, one a line", hint=hint)
-    with reraised(MALFORMED, malformed), reraised(OSError, unread):
+    # NumPy warns of an empty file, which is refused below by its number of labels.
+    with reraised(MALFORMED, malformed), reraised(OSError, unread), warnings.catch_warnings(action="ignore"):
         values = open_npy(path) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) != samples.count:
         words = f"'{path}' has {values.dtype} of shape {list(values.shape)} as labels"
