@@ -169,9 +169,9 @@ def plan_for(
     """Returns the plan for the one target of the recipe, without writing a model.
 
     Raises:
-        EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
+        EdgekitError: the model, the data, the recipe or the state is wrong, or the target takes no integers.
     """
-    how = msgspec.structs.replace(options or QuantizeOptions(), plan=None, state=None)
+    how = msgspec.structs.replace(options or QuantizeOptions(), plan=None)
     with work_folder() as work:
         return _choose_plan(_open_job(model, data, recipe, how, work, progress, None), how.method)[0]
 

@@ -162,6 +162,10 @@ def test_the_best_method_is_a_search_that_a_state_keeps(folder: Path, tmp_path: 
         assert steps[0] == "all"
         assert len(set(steps)) == len(steps)
     assert len({file.read_bytes() for file in files}) == 1
+    trials = json.loads(state.read_text())["trials"]
+    state.unlink()
+    assert quantize(folder, "--method", "best", "--state", state, "--plan-only", target="qnn") == 0
+    assert json.loads(state.read_text())["trials"] == trials
 
 
 @pytest.mark.parametrize("command", ["quantize", "build"])
