@@ -133,7 +133,6 @@ def _may_be_empty(model: onnx.ModelProto) -> bool:
 
 def _infer_past_windows(light: onnx.ModelProto) -> onnx.ModelProto:
     """Returns the model with inferred shapes; a Slice of something of negative size has none."""
-    _open_negative(light)
     hidden = [node for node in iterate_nodes(light.graph) if node.op_type == "Slice" and node.domain in MAIN_DOMAINS]
     if not hidden:
         return _infer(light)
@@ -172,7 +171,7 @@ def _read_sizes(model: onnx.ModelProto) -> dict[str, list[int]]:
 
 
 def _open_negative(model: onnx.ModelProto) -> None:
-    """Opens, in place, the dimensions that the model says are -1: as ONNX Runtime, which takes them for unknown."""
+    """Opens, in place, the dimensions that the model says are -1: ONNX Runtime takes them for unknown too."""
     for graph in iterate_graphs(model.graph):
         for value in (*graph.value_info, *graph.input, *graph.output):
             for dim in value.type.tensor_type.shape.dim:
@@ -252,6 +251,7 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     for node in iterate_nodes(light.graph):
         if node.op_type == "STFT" and all(each.name != "onesided" for each in node.attribute):
             node.attribute.append(helper.make_attribute("onesided", 1))
+    _open_negative(light)
     substituted = substitute_contrib(light)
     infer = _infer_past_windows if (windows := _may_be_empty(light)) else _infer
     rounded, hidden = _round_pools(light), hide_untyped(light)

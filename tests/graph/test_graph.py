@@ -356,6 +356,14 @@ def test_a_size_of_minus_one_is_an_open_one(name: str, shape: tuple[int, ...], t
     refuse_empty_windows(proto)
 
 
+def test_a_slice_of_an_open_size_of_minus_one_ends_no_process() -> None:
+    proto = parse_net(
+        "(float[1,n] x) => (float[1,m] y) <int64[1] one = {1}, int64[1] two = {2}> { y = Slice(x, one, two, one) }"
+    )
+    proto.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, -1)))
+    assert view_model(infer_model(proto)).value("y").shape == (1, None)
+
+
 # ONNX Runtime runs the other branch of an If, but a Slice in either ends its process.
 @pytest.mark.parametrize(("body", "fits"), [("e = Conv(x, w) d = Relu(e)", True), (_SMALL, False)])
 def test_a_branch_that_may_never_run_can_have_too_large_a_window(body: str, fits: bool, tmp_path: Path) -> None:
