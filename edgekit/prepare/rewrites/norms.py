@@ -235,7 +235,7 @@ def split_skip_norm(writer: Writer) -> None:
     scale, *rest = node.input[2:]
     shift, bias = ("", *rest, "")[:2] if simple else (*rest, "", "")[:2]
     source = writer.add("Add", [writer.x, bias], "biased") if bias else writer.x
-    total = writer.add("Add", [source, node.input[1]], "sum", into="".join(node.output[_SUM:]))
+    total = writer.add("Add", [source, node.input[1]], "sum", into=(*node.output, "", "", "")[_SUM])
     op = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
     writer.add(op, [total, scale, *filter(None, [shift])], axis=-1, epsilon=node.number("epsilon", 1e-12))
 
