@@ -69,6 +69,14 @@ def test_a_trial_is_chosen_by_its_drop_and_the_work_that_stays_on_the_target(nam
     assert found.note == (told if given == [NEAR, FLOAT] else "")
 
 
+@pytest.mark.parametrize(("drop", "step"), [(0.0019, "a"), (0.0021, "c")])
+def test_where_nothing_may_be_lost_two_tenths_of_a_point_are_worth_the_integers(
+    drop: float, step: str, plan: QuantPlan
+) -> None:
+    trials = [trial(plan, "a", drop, 1.0), msgspec.structs.replace(trial(plan, "c", 0.0, 1.0), integer_macs=0.1)]
+    assert choose_trial(trials, Goal(max_drop=0.0, is_given=True)).chosen.step == step
+
+
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, QuantizeReport]:
     """A folder with a net, its samples, the model that a search found, and the state of that search."""

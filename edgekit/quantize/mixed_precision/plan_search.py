@@ -259,8 +259,9 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
 
     If the user gave the goal, it is the one with most work on the target among those that meet the goal, else the one
     that loses least. If that keeps less than half of the work in integers, the best of the following is chosen instead,
-    if there is any: trials that keep half of it, lose at most `max_drop` more than needed (than the goal, or than the
-    least loss if none meets it), and, if any trial meets the goal, may meet it within the interval of their drop.
+    if there is any: trials that keep half of it, lose at most `max_drop`, or 0.2 points, more than needed (than the
+    goal, or than the least loss if none meets it), and, if any trial meets the goal, may meet it within the interval of
+    their drop.
     """
     meeting, every = [trial for trial in trials if goal.is_met(trial.prediction)], tuple(trials)
     if not goal.is_given:
@@ -273,7 +274,7 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
 
     best = min(trials, key=rank)
     chosen = max(meeting, key=lambda trial: round(trial.taken_macs / SAME_SHARE)) if meeting else best
-    most = goal.max_drop + (goal.max_drop if meeting else best.prediction.loss())
+    most = max(goal.max_drop, _WORTH) + (goal.max_drop if meeting else best.prediction.loss())
     near = [
         trial
         for trial in trials
