@@ -306,8 +306,9 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if report.refused:
         yield f"no session of it is expected, {report.refusal}; edgekit build leaves such nodes in float"
     if report.advice:
-        missed = "many decisions change" if changes_many(report.predicted) else "no plan meets the goal"
-        yield f"{'much is lost' if loses_much(report.predicted) else missed}; {report.advice}"
+        missed = "no plan loses nothing" if report.max_drop is None else "no plan meets the goal"
+        why = "many decisions change" if changes_many(report.predicted) else missed
+        yield f"{'much is lost' if loses_much(report.predicted) else why}; {report.advice}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples
     if wanted is not None:
         more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"

@@ -168,12 +168,20 @@ def test_each_reason_is_printed_once_and_large_float_constants_are_named(report:
 
 
 @pytest.mark.parametrize(
-    ("drop", "agreement", "why"),
-    [(0.021, 0.8, "much is lost"), (0.02, 0.8, "many decisions change"), (0.02, 0.95, "no plan meets the goal")],
+    ("drop", "agreement", "goal", "why"),
+    [
+        (0.021, 0.8, None, "much is lost"),
+        (0.02, 0.8, 0.5, "many decisions change"),
+        (0.02, 0.95, 0.5, "no plan meets the goal"),
+        (0.02, 0.95, None, "no plan loses nothing"),
+    ],
 )
-def test_advice_says_why_it_is_given(report: QuantizeReport, drop: float, agreement: float, why: str) -> None:
+def test_advice_says_why_it_is_given(
+    report: QuantizeReport, drop: float, agreement: float, goal: float | None, why: str
+) -> None:
     predicted = replace(report.predicted, drop_estimate=drop, top1_agreement=agreement, measure="top-1 accuracy")
-    assert f"{why}; try int16" in [*describe_quantization(replace(report, predicted=predicted, advice="try int16"))]
+    told = replace(report, predicted=predicted, advice="try int16", max_drop=goal)
+    assert f"{why}; try int16" in [*describe_quantization(told)]
 
 
 def test_a_recipe_keeps_large_constants_in_float32(report: QuantizeReport, tmp_path: Path) -> None:
