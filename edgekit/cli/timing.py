@@ -256,7 +256,7 @@ def tune_command(
     options.require_places((html, state), (subject, *candidates))
     tuning_options = Tuning(
         goal=goal,
-        budget_s=time_budget or Tuning().budget_s,
+        budget_s=Tuning().budget_s if time_budget is None else time_budget,
         candidates=candidates,
         min_sqnr_db=min_sqnr_db,
         state=state,

@@ -94,7 +94,7 @@ def build(
     forecast = forecast_goal(model, recipe, targets)
     # Everything is written into a folder beside `out` and moved at the end: a failed build leaves `out` unchanged.
     with work_folder() as work, staged_entries(out) as staging:
-        deadline = start + (time_budget_s or math.inf)
+        deadline = start + (math.inf if time_budget_s is None else time_budget_s)
         job = BuildJob(
             recipe=recipe,
             targets=targets,

@@ -179,7 +179,8 @@ def plan_for(
 def _open_job(
     model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, work: Path, progress: Progress, out: Path | None
 ) -> _Job:
-    budget = Budget(end=time.monotonic() + (how.time_budget_s or math.inf), progress=progress)
+    seconds = math.inf if how.time_budget_s is None else how.time_budget_s
+    budget = Budget(end=time.monotonic() + seconds, progress=progress)
     targets = load_targets(choose_here(recipe, alone=True))
     if len(targets) != 1:
         names = ", ".join(target.name for target in targets)

@@ -26,7 +26,7 @@ from edgekit.errors import DataError, EdgekitError, OutputError, UsageError
 from edgekit.evidence import Verdict
 from edgekit.jobs.build import build
 from edgekit.jobs.check import check_targets
-from edgekit.jobs.quantize import quantize_for
+from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
@@ -75,7 +75,7 @@ def test_a_time_budget_covers_verifying_with_fewer_samples_and_tells(tmp_path: P
     write_small_net(path := tmp_path / "m.onnx", tmp_path / "x.npz")
     data = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz"))
     counts = []
-    for seconds in None, 1e-3:
+    for seconds in None, 0.0:
         out = tmp_path / f"out-{seconds}"
         # On this machine alone: without emulated Arm.
         recipe = Recipe(targets=("cpu",), precision="fp32", settings={"arch": "x64-vnni"})
@@ -85,6 +85,9 @@ def test_a_time_budget_covers_verifying_with_fewer_samples_and_tells(tmp_path: P
         notes = [note for run in bundle.verify.runs for note in run.notes]
         assert any(f"stopped after {LEAST_SAMPLES} of " in note for note in notes) == (seconds is not None)
     assert counts == [{32}, {LEAST_SAMPLES}]
+    how = QuantizeOptions(time_budget_s=0.0)
+    report = quantize_for(path, Data(source=data.source), tmp_path / "q.onnx", Recipe(targets=("qnn",)), how)
+    assert report.left_out == ("range methods and roundings",)
 
 
 def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
