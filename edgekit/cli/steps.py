@@ -27,7 +27,7 @@ from edgekit.model.model import ORT_FORMATS, load_model
 from edgekit.prepare.fix import FuseOptions
 from edgekit.prepare.interface import LAYOUTS, InterfaceChanges, Layout
 from edgekit.progress import Progress
-from edgekit.quantize.ranges import METHODS
+from edgekit.quantize.ranges import RANGE_METHODS
 from edgekit.quantize.weight_only.convert import BlockRounding, WeightForm, WeightOnlyOptions
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, Recipe, load_metric
 from edgekit.report.tables import describe_quantization, format_bytes, format_times, make_table
@@ -163,7 +163,14 @@ def quantize_command(
     precision: Annotated[
         PrecisionChoice | None, Option("Default: auto.", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False))
     ],
-    method: Annotated[str, Option(f"The range method: {', '.join(METHODS)}.", "NAME", default="auto")],
+    method: Annotated[
+        str,
+        Option(
+            f"auto, best (a search until nothing is lost), or a range method: {', '.join(RANGE_METHODS)}.",
+            "NAME",
+            default="auto",
+        ),
+    ],
     max_drop: Annotated[float | None, options.max_drop("Search for a plan that drops by at most this percentage.")],
     labels: Annotated[Path | None, Option("The label of each sample of DATA.", "FILE")],
     metric: options.Metric,
