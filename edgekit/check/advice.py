@@ -11,13 +11,12 @@ from typing import Literal
 import msgspec
 import onnx
 
-from edgekit.check.macs import choose_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.constants import NCHWC_DOMAIN
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
-from edgekit.model.model import iterate_graphs
+from edgekit.model.model import iterate_graphs, read_inputs
 from edgekit.prepare.fix import ADVICE, REWRITES
 from edgekit.prepare.interface import drop_idle_nodes, keep_inputs, keep_outputs
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
@@ -177,7 +176,7 @@ def _find_rewrite(rewrite: Rewrite, case: Case) -> Iterator[Finding]:
 def _find_dims(case: Case) -> Iterator[Finding]:
     dynamic = case.refused(because="dynamic")
     # Sizes that values decide, such as a number of findings, cannot be given.
-    if dynamic and choose_sizes(case.graph):
+    if dynamic and any(spec.name_axes() for spec in read_inputs(case.graph.proto)):
         # Every unknown dimension gets the size that is used for counting work, else 1.
         values = {
             name: value

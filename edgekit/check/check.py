@@ -52,7 +52,8 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     widen_constants(proto.graph)
     proto = infer_model(proto)
     graph = view_model(proto)
-    sizes, graph = choose_sizes(graph), assume_sizes(graph)
+    sizes = choose_sizes(graph)
+    graph = assume_sizes(graph, sizes)
 
     def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
         return check_graph(changed, book, settings, opset=version)

@@ -161,18 +161,24 @@ def choose_sizes(graph: Graph) -> dict[str, int]:
 
 
 def _fits(graph: Graph, sizes: Mapping[str, int]) -> bool:
-    """Returns False if a window is larger than its input at these sizes."""
+    """Returns False if a window is larger than its input at these sizes; a formula without a value says nothing."""
+    try:
+        if (sized := _copy_sized(graph, sizes)) is not None:
+            refuse_empty_windows(sized)
+    except ModelError:
+        return False
+    return True
+
+
+def _copy_sized(graph: Graph, sizes: Mapping[str, int]) -> onnx.ModelProto | None:
+    """Returns a copy of the model at these sizes, None if a formula of dimensions has no value then."""
     sized = onnx.ModelProto()
     sized.CopyFrom(graph.model)
     try:
         fix_dims(sized.graph, sizes, may_stay_open=True)
-        refuse_empty_windows(sized)
-    # A size that no formula gives says nothing of windows.
     except UsageError:
-        return True
-    except ModelError:
-        return False
-    return True
+        return None
+    return sized
 
 
 def _find_demanded(graph: Graph) -> dict[str, int]:
@@ -222,20 +228,16 @@ def _demand(graph: Graph, node: Node) -> Iterator[tuple[int, int, int]]:
     yield from ((at, axis, size) for at, axis, size in wanted if size is not None and size > 1)
 
 
-def assume_sizes(graph: Graph) -> Graph:
-    """Returns the graph with `Value.counted` set to the shapes at assumed sizes (`choose_sizes`).
+def assume_sizes(graph: Graph, sizes: Mapping[str, int] | None = None) -> Graph:
+    """Returns the graph with `Value.counted` set to the shapes at assumed `sizes`, those of `choose_sizes` by default.
 
     The same graph is returned if no input has an open dimension, or if a formula of dimensions has no value then.
     """
-    sizes = choose_sizes(graph)
-    if not sizes or any(value.counted for value in graph.values.values()):
+    # Choosing sizes may take an inference, so it comes last.
+    if any(value.counted for value in graph.values.values()):
         return graph
-    sized = onnx.ModelProto()
-    sized.CopyFrom(graph.model)
-    try:
-        fix_dims(sized.graph, sizes, may_stay_open=True)
-    # The formula has no value at these sizes.
-    except UsageError:
+    sizes = choose_sizes(graph) if sizes is None else sizes
+    if not sizes or (sized := _copy_sized(graph, sizes)) is None:
         return graph
     known = infer_graph(sized).values
     values = {

@@ -155,7 +155,8 @@ def inspect_model(
         graph = view_model(infer_model(sized), model.path.parent)
     else:
         graph = read_graph(model)
-    graph = assume_sizes(graph)
+    sizes = choose_sizes(graph)
+    graph = assume_sizes(graph, sizes)
     # Only loading is tested, not speed: without optimisation the answer comes soonest.
     unoptimized = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
     return fill(
@@ -168,7 +169,7 @@ def inspect_model(
         parameters=sum(math.prod(tensor.dims) for tensor in weights),
         weight_bytes=dict(sorted(weight_bytes.items())),
         macs=sum(count_macs(each, node) for each in graph.iterate() for node in each.nodes),
-        counted_at=choose_sizes(graph),
+        counted_at=sizes,
         unsized_nodes=count_unsized(graph),
         activation_bytes=_peak_activation_bytes(graph),
         is_quantized=bool(form := models.find_quantized_form(proto)),

@@ -114,7 +114,8 @@ def check_targets(
         prepared, refused_by = _prepare(source, work, recipe, observe=observe)
         graph, sized, assumed = read_graph(prepared), None, dict[str, int]()
         # The same for all targets.
-        traced, sizes, graph = trace_model(source, prepared, recipe.dims), choose_sizes(graph), assume_sizes(graph)
+        traced, sizes = trace_model(source, prepared, recipe.dims), choose_sizes(graph)
+        graph = assume_sizes(graph, sizes)
         for target in targets:
             progress(f"check {target.name}")
             report = add_model_nodes(check_model(prepared, target), traced)
