@@ -170,7 +170,7 @@ def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
         ops = sorted(node.op_type for node in nodes)
         if len(ops) == 1 and ops[0] in _BY_OP:
             readers[name] = _BY_OP[ops[0]]
-        elif any(_is_elu(graph, name, node) for node in nodes) and ops in (["Elu"], ["Exp", "Max"]):
+        elif ops in (["Elu"], ["Exp", "Max"]) and any(_is_elu(graph, name, node) for node in nodes):
             readers[name] = _elu
         elif len(ops) == 2 and "Mul" in ops:
             readers.update((name, reader) for reader in _find_silu(graph, name, nodes))

@@ -3,11 +3,11 @@
 Image-to-image networks get headroom, since their inputs may be brighter than the samples.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from edgekit._files import AnyPath, as_path, digest_bytes
 from edgekit.data.samples import Samples, spread_indices
@@ -35,6 +35,7 @@ from edgekit.quantize.ranges import (
     HistogramCollector,
     TensorRange,
     find_nonlinearities,
+    sigmoid,
     snap_range,
 )
 
@@ -208,7 +209,7 @@ def _list_one_sided(graph: Graph, seen: Mapping[str, TensorRange]) -> Iterator[s
             # The Sigmoid itself has the range from 0 to 1, whatever the samples show.
             span = seen.get(node.input[0]) if node is not None and node.op_type == "Sigmoid" else None
             if span is not None and not span.low <= 0 <= span.high:
-                low, high = (1 / (1 + math.exp(-min(max(end, -50.0), 50.0))) for end in (span.low, span.high))
+                low, high = sigmoid(np.array([span.low, span.high]))
                 side = f"at most {high:.2g}" if span.high < 0 else f"at least {low:.2g}"
                 advice = "if it decides at 0.5, add samples with the other answer, because ranges end with these"
                 yield f"output '{name}' is {side} in all samples: {advice}"
