@@ -225,7 +225,7 @@ def _attest_run(bundle: str, run: RunReport) -> AttestedRun:
         bundle=bundle,
         outputs=tuple(fill(AttestedOutput, output) for output in run.outputs),
         accuracy=None if run.accuracy is None else run.accuracy.got,
-        metric=_name_score(run.settled_task),
+        metric=_name_score(run.task),
         latency_ms=None if run.latency_ms is None else run.latency_ms.median,
     )
 

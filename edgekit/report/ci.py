@@ -164,7 +164,7 @@ def _describe(report: VerifyReport) -> Iterator[str]:
                 yield f"| {_escape(run.device)} | {run.evidence.value} | - | - | - | - | {run.verdict} |"
         yield ""
     for run in report.runs:
-        if (task := run.settled_task) is not None:
+        if (task := run.task) is not None:
             values = f"float {format_score(task, task.reference)}, here {format_score(task, task.got)}"
             yield f"- {_escape(run.device)}: {_escape(task.name)} {values}, {describe_difference(task)} points"
     yield from _list_remarks(list(list_verify_remarks(report)))

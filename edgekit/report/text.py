@@ -86,7 +86,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
 
 
 def _list_run_remarks(run: RunReport) -> Iterator[str]:
-    yield from list_metric(run)
+    yield from list_task(run.task)
     yield from _shorten(run.failures)
     yield from (f"not proven: {line}" for line in _shorten(run.unproven))
     yield from run.notes
@@ -137,17 +137,11 @@ def table_verify(report: VerifyReport) -> Table:
 def list_task(task: TaskReport | None) -> Iterator[str]:
     """Yields a metric of the task on both sides, and the difference with its interval, in one line."""
     if task is not None:
+        count = f"{task.samples} of {task.labelled}" if task.is_partial else f"{task.samples}"
         got = f"{format_score(task, task.reference)} on the float model, {format_score(task, task.got)} here"
-        yield f"{task.name} on {task.samples} labelled samples: {got}, {describe_difference(task)} points at 95 %"
-
-
-def list_metric(run: RunReport) -> Iterator[str]:
-    """Yields the metric of a run, and that of its faster stand-in where it has one."""
-    yield from list_task(run.task)
-    if (stand_in := run.stand_in) is not None:
-        agreed = f"{stand_in.agreeing} of {stand_in.compared} samples that both ran got the same score"
-        taken = "" if stand_in.agrees else ", so that it is not taken for this one's"
-        yield from (f"{line}, as measured on {stand_in.device}{taken}: {agreed}" for line in list_task(stand_in.task))
+        line = f"{task.name} on {count} labelled samples: {got}, {describe_difference(task)} points at 95 %"
+        same = f"; the device ran {task.ran} of them, and scores these as the bundle's own model does on this machine"
+        yield line + (same if task.ran else "")
 
 
 def table_device_figures(report: VerifyReport) -> Table:

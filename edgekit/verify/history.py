@@ -155,7 +155,7 @@ def find_regressions(before: VerifyReport, now: VerifyReport) -> tuple[str, ...]
         outputs = {output.name: output for output in other.outputs}
         for output in run.outputs:
             lines += _compare_output(f"output '{output.name}' on {run.device}", output, outputs.get(output.name))
-        old, new = run.settled_task, other.settled_task
+        old, new = run.task, other.task
         if old is not None and old.got is not None:
             got = None if new is None or new.name != old.name else new.got
             low, high = old.interval or (0.0, 0.0)

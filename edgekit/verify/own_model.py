@@ -1,9 +1,11 @@
 """What the files of a bundle compute on this machine: the reference for a device, the self-test, the task's metric."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,8 @@ from edgekit.bundle.golden import Golden, KnownOutputs, read_inputs, read_labels
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
-from edgekit.data.samples import Samples, map_samples, order_for_runs, select_samples
-from edgekit.data.sets import Label
-from edgekit.devices.bundled import make_job
+from edgekit.data.samples import Samples, map_samples, select_samples
 from edgekit.devices.device import DeviceRun
-from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
@@ -30,9 +29,8 @@ from edgekit.machine import release_memory
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import DISABLED
-from edgekit.target import Form, TaskLimit, Verification, load_target, read_version
+from edgekit.target import Form, TaskLimit, load_target, read_version
 from edgekit.verify.metrics.compare import read_first
-from edgekit.verify.run_report import RunReport, StandIn
 from edgekit.verify.task_metrics import TaskMetric, compare_records, find_metric, read_records
 from edgekit.verify.task_scores import TaskReport, Unit
 
@@ -274,87 +272,50 @@ def _is_half(value: Array) -> bool:
         return bool(np.array_equal(value.astype(np.float16).astype(np.float32), value))
 
 
-# The metric of a slow device, measured over all labelled samples on a faster device that computes the same. An emulator
-# runs a few samples, too few for a narrow interval. So it only has to get the same score as a faster device on each
-# sample that both ran; how good the model is, the faster device measures on all samples.
+# The metric of a slow device. An emulator runs a few samples, too few for a narrow interval. So it only has to score
+# each of them as the bundle's own model does here; how good that model is, the other samples show.
 
 _SAME_SCORE: Mapping[Unit, tuple[float, float]] = {"share": (0.01, 0.0), "dB": (0.5, 0.0), "value": (0.0, 0.01)}
-"""How far apart two devices may score one sample if they compute the same and only round differently: the absolute
-distance, and the distance as a share of the score. They are one point, half a decibel and 1 %, chosen by hand."""
+"""How far apart both may score one sample if they compute the same and only round differently: the absolute distance,
+and the distance as a share of the score. They are one point, half a decibel and 1 %, chosen by hand."""
 _BUDGET_S = 120.0
 
 
-class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """The metric's records of the samples that a device ran, by the sample's index, and how long the device took."""
+def extend_task(
+    bundle: Bundle, form: Form, golden: Golden, limit: TaskLimit, rows: Sequence[int], got: Samples, known: KnownOutputs
+) -> TaskReport | None:
+    """Returns the metric of a device over all labelled samples, of which it ran the `rows`; None if that is unknown.
 
-    device: str
-    records: dict[int, Any]
-    elapsed_ms: float
+    The device must score each sample that it ran as the bundle's own model does here. Then that model runs the others,
+    for two minutes at most, and its figures are lowered by what the device lost on the samples that both ran.
+    """
+    labels, metric = read_labels(golden) or (), find_metric(limit)
+    order = [*rows, *sorted(set(range(len(labels))) - {*rows})]
+    own, _ = run_own_model(bundle, form, select_samples(read_inputs(golden), order), known)
+    if own is None:
+        return None
 
+    def read(outputs: Samples) -> Iterator[Any]:
+        return read_records(limit, outputs, [labels[row] for row in order])
 
-def score_run(
-    limit: TaskLimit, labels: Sequence[Label], rows: Sequence[int], outputs: Samples, device: str, elapsed_ms: float
-) -> Scored | None:
-    """Returns the metric's records of the samples that a device ran, or None if it cannot read the outputs."""
+    records, end_s = list[Any](), time.monotonic() + _BUDGET_S
     try:
-        records = list(read_records(limit, outputs, [labels[row] for row in rows]))
+        theirs = list(read(got))
+        for record in read(own):
+            if len(records) < len(theirs) and not _agree(metric, theirs[len(records)], record):
+                return None
+            records.append(record)
+            if time.monotonic() > end_s:
+                break
+        reference = islice(read(select_samples(read_outputs(golden), order)), len(records))
+        task = compare_records(limit, list(reference), records)
     except EdgekitError:
         return None
-    return Scored(device=device, records=dict(zip(rows, records, strict=False)), elapsed_ms=elapsed_ms)
-
-
-def add_stand_ins(
-    bundle: Bundle, golden: Golden, limit: TaskLimit, found: Sequence[tuple[RunReport, Scored | None]], work: Path
-) -> tuple[RunReport, ...]:
-    """Returns the runs; a run of few samples gets the metric of the fastest device that ran more samples.
-
-    If no device did, the bundle's own model runs on this machine, if it can.
-    """
-    labels = read_labels(golden)
-    known = [scored for report, scored in found if scored is not None and report.failure is None]
-    best: Scored | None = None
-    if labels is not None and any(len(scored.records) < len(labels) for scored in known):
-        whole = (scored for scored in known if len(scored.records) == len(labels))
-        best = min(whole, key=lambda scored: scored.elapsed_ms, default=None)
-        best = best or _run_here(bundle, golden, limit, labels, work)
-    if labels is None or best is None:
-        return tuple(report for report, _ in found)
-    metric, rows = find_metric(limit), sorted(best.records)
-    mine = read_records(limit, select_samples(read_outputs(golden), rows), [labels[row] for row in rows])
-    task = compare_records(limit, list(mine), [best.records[row] for row in rows])
-    task = msgspec.structs.replace(task, labelled=len(labels))
-
-    reports: list[RunReport] = []
-    for report, scored in found:
-        if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
-            reports.append(report)
-            continue
-        common = sorted(scored.records.keys() & best.records.keys())
-        here, there = ([one.records[row] for row in common] for one in (scored, best))
-        got, wanted = _score(metric, here), _score(metric, there)
-        stand_in = StandIn(
-            device=best.device,
-            task=_shift(task, 0.0 if got is None or wanted is None else got - wanted),
-            compared=len(common),
-            agreeing=sum(_agree(metric, *pair) for pair in zip(here, there, strict=True)),
-        )
-        reports.append(msgspec.structs.replace(report, stand_in=stand_in))
-    return tuple(reports)
-
-
-def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence[Label], work: Path) -> Scored | None:
-    forms: list[Form] = [form for form in TESTED_FORMS if bundle.manifest.forms.get(form)]
-    samples = read_inputs(golden)
-    order = order_for_runs(samples.count, samples.count, bundle.manifest.steps)
-    samples = select_samples(samples, order)
-    for form in forms:
-        plan = Verification(device="host", form=form, samples=samples.count)
-        job = msgspec.structs.replace(make_job(bundle, plan, samples), budget_s=_BUDGET_S)
-        run = find_device("host", job.target).try_job(job, work / form)
-        rows = order[: run.outputs.count]
-        if run.failure is None:
-            return score_run(limit, labels, rows, run.outputs, f"host ({form})", sum(run.latency_ms))
-    return None
+    if task.samples <= len(theirs):
+        return None
+    here, there = (_score(metric, side) for side in (theirs, records[: len(theirs)]))
+    task = _shift(task, 0.0 if here is None or there is None else here - there)
+    return msgspec.structs.replace(task, labelled=len(labels), ran=len(rows))
 
 
 def _agree(metric: TaskMetric, mine: Any, theirs: Any) -> bool:

@@ -83,8 +83,8 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
         return find_impossible_time((*self.run.latency_ms, self.run.load_ms))
 
 
-_Done = tuple[RunReport, more_runs.KeptOutputs | None, own_model.Scored | None]
-"""A run, and its outputs and scores as other devices' are compared with them, if all came back."""
+_Done = tuple[RunReport, more_runs.KeptOutputs | None]
+"""A run, and its outputs as other devices' are compared with them, if all came back."""
 
 
 def verify_bundle(
@@ -167,12 +167,8 @@ def _run_devices(
         run_together(
             [lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(own_model.list_broken_forms(private))]
         )
-        reports = tuple(report for report, *_ in runs)
-        if request.task is not None:
-            scored = [(report, scored) for report, _, scored in runs]
-            golden, place = request.golden or private.golden, work / "stand-in"
-            reports = own_model.add_stand_ins(private, golden, request.task, scored, place)
-        return reports, tuple(broken), tuple(kept for _, kept, _ in runs if kept is not None)
+        reports, kept = (tuple(side) for side in zip(*runs, strict=True))
+        return reports, tuple(broken), tuple(filter(None, kept))
 
 
 def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
@@ -224,27 +220,26 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
         )
         # A run whose outputs have no digest is incomplete.
         if not report.outputs_sha256:
-            return report, None, None
-        scored, labels = None, read_labels(golden)
-        if request.task is not None and labels is not None:
-            scored = own_model.score_run(request.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
-        kept = more_runs.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
-        return report, kept, scored
+            return report, None
+        return report, more_runs.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
 
 
 def _measure_run(trial: _Trial) -> RunReport:
     """Returns the facts of a run; possible explanations are not looked for yet."""
     bundle, run = trial.bundle, trial.run
     classes, labels = read_classes(trial.golden), read_labels(trial.golden)
-    accuracy, task, digest = None, None, ""
+    accuracy, task, limit, digest = None, None, trial.request.task, ""
     if classes is not None:
         accuracy = measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows])
-    if trial.request.task is not None and labels is not None:
-        task = measure_task(trial.request.task, trial.reference, run.outputs, [labels[row] for row in trial.rows])
-        task = msgspec.structs.replace(task, labelled=len(labels))
     if run.failure is None:
         with contextlib.suppress(EdgekitError):
             digest = digest_samples(run.outputs)
+    if limit is not None and labels is not None:
+        task = measure_task(limit, trial.reference, run.outputs, [labels[row] for row in trial.rows])
+        task = msgspec.structs.replace(task, labelled=len(labels))
+        if task.is_partial and digest:
+            golden, known = trial.golden, trial.request.known
+            task = own_model.extend_task(bundle, trial.plan.form, golden, limit, trial.rows, run.outputs, known) or task
     older = own_model.describe_older(run, bundle.manifest.minimum_ort)
     is_device, is_runtime = run.evidence is Evidence.DEVICE, trial.plan.form == "runtime"
     # What fails a run whatever its figures are: the device did not do what it reports.

@@ -184,24 +184,6 @@ def describe_state(report: StateReport) -> Iterator[str]:
             yield f"{ran}: {ends}; its second half has {lost:.1f} dB less than with the float model's state"
 
 
-class StandIn(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric over all labelled samples, measured on a faster device that computes the same.
-
-    `device` measured it. `agreeing` of the `compared` samples that both devices ran got the same score. `task` holds
-    the faster device's metric, reduced by what the slower one lost on those samples.
-    """
-
-    device: str
-    task: TaskReport
-    compared: int
-    agreeing: int
-
-    @property
-    def agrees(self) -> bool:
-        """True if every sample that both devices ran got the same score: then the metric holds for this device too."""
-        return self.compared > 0 and self.agreeing == self.compared
-
-
 # The share of nodes that may be lost is this many times the share of work that may be: most nodes do little work.
 _LOST_NODES = 4.0
 
@@ -225,11 +207,10 @@ class RunReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
     all outputs, or "" if some did not come back. `located` describes the layers as the device computes them, None if
     they were not looked at; `gap` the nodes that ran on the CPU although the provider was predicted to take them;
     `placed` says where all nodes are, None if that is unknown. `files` describes the other model files of the bundle,
-    if the device is the runtime that an app links. `stand_in` holds the metric of a faster device, if this one ran only
-    some of the labelled samples. `outdated` says that the ONNX Runtime of an emulator is older than the bundle needs,
-    or is "": what an outdated one does not take proves nothing about an app. `steps` is how many samples make a
-    sequence. `state` is the result for sequences with the device's own state, None if the model has none or the samples
-    are no sequences; `sizes` is the result for each size of a bundle with buckets, None if it has none.
+    if the device is the runtime that an app links. `outdated` says that the ONNX Runtime of an emulator is older than
+    the bundle needs, or is "": what an outdated one does not take proves nothing about an app. `steps` is how many
+    samples make a sequence. `state` is the result for sequences with the device's own state, None if the model has none
+    or the samples are no sequences; `sizes` is the result for each size of a bundle with buckets, None if it has none.
     """
 
     device: str
@@ -260,7 +241,6 @@ class RunReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
     placed: Placed | None = None
     planned_samples: int = 0
     files: tuple[FileReport, ...] = ()
-    stand_in: StandIn | None = None
     outdated: str = ""
     steps: int = 1
     state: StateReport | None = None
@@ -285,7 +265,7 @@ class RunReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
         found = [_make_gate("run", "", Judgement(failures=_judge_end(self)), excused=old)]
         found += (_make_gate("output", output.name, weigh_output(output, limits)) for output in self.outputs)
         if limits.task is not None:
-            task = Judgement() if self.failure is not None else judge_task(self.settled_task, limits.task)
+            task = Judgement() if self.failure is not None else judge_task(self.task, limits.task)
             found.append(_make_gate("metric", limits.task.name, task))
         if self.evidence in OBSERVING:
             found.append(_make_gate("placement", "", Judgement(failures=_judge_placement(self)), excused=old))
@@ -307,11 +287,6 @@ class RunReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
             judged = Judgement(failures=_judge_file(file, f"the bundle ships '{file.file}'", self).failures)
             found.append(_make_gate("file", file.file, judged, excused=old or file.crashed))
         return tuple(found)
-
-    @property
-    def settled_task(self) -> TaskReport | None:
-        """The metric that counts: over all labelled samples on a faster device, if this device agrees with it."""
-        return self.stand_in.task if self.stand_in is not None and self.stand_in.agrees else self.task
 
     @property
     def failures(self) -> tuple[str, ...]:

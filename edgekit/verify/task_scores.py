@@ -25,7 +25,8 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     `got` is None if a sample did not come back whole; `mismatch` then says so. `difference` is `got` minus `reference`,
     `interval` its 95 % interval; `share_interval` is that of `got` over `reference`. A `unit` of "share" is between 0
     and 1. `labelled` counts the samples that have labels, of which `samples` were measured; `gained` and `lost` count
-    those that became right or wrong, if a sample is either right or wrong.
+    those that became right or wrong, if a sample is either right or wrong. If `ran` is above 0, the device ran so many
+    samples, with the scores that the bundle's own model has there, and that model ran the others.
     """
 
     name: str
@@ -39,6 +40,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     share_interval: tuple[float, float] | None = None
     mismatch: str | None = None
     labelled: int = 0
+    ran: int = 0
     gained: int | None = None
     lost: int | None = None
 
