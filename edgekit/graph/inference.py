@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper, shape_inference
 from edgekit.errors import ModelError
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, is_own, is_small, list_constants
 from edgekit.model.model import copy_without_weights, iterate_graphs, iterate_nodes, refill
-from edgekit.model.soundness import read_opsets
+from edgekit.model.soundness import list_bodies, read_opsets
 
 # The inference functions of these operators in onnx 1.23 dereference the type of the first input without a check: the
 # process crashes if it is not known. Found by fuzzing with nodes of every schema.
@@ -111,37 +111,56 @@ _UNSLICED = "edgekit.unsliced"
 _MOST_PASSES = 16
 
 
-def _may_be_empty(model: onnx.ModelProto) -> bool:
-    """Returns True if a graph has a window that may find no place to stand, even once."""
+def _find_large_windows(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Returns the nodes with a window that may find no place to stand, even once."""
+    windows = (node for node in iterate_nodes(model.graph) if node.op_type in _WINDOWS and node.domain in MAIN_DOMAINS)
     # Large weights are inputs while a model is inferred.
+    if not (nodes := list(windows)):
+        return []
     stored = _read_sizes(model)
-    for node in iterate_nodes(model.graph):
-        if node.op_type not in _WINDOWS or node.domain not in MAIN_DOMAINS:
-            continue
-        given = {each.name: list(each.ints) for each in node.attribute}
-        weight = "".join(node.input[3:4] if node.op_type == "QLinearConv" else node.input[1:2])
-        kernel = given.get("kernel_shape") or stored.get(weight, [])[2:]
-        rank, pads = len(kernel), given.get("pads", [])
-        for axis, size in enumerate(kernel):
-            dilation, stride = (given.get(key, [1] * rank)[axis : axis + 1] or [1] for key in ("dilations", "strides"))
-            padding = sum(pads[axis::rank]) if len(pads) == 2 * rank else 0
-            # The division by the stride rounds towards zero, so that a window must lack two steps.
-            if (size - 1) * dilation[0] + 1 - padding >= 2 * stride[0]:
-                return True
+    return [node for node in nodes if _has_large_window(node, stored)]
+
+
+def _has_large_window(node: onnx.NodeProto, stored: Mapping[str, list[int]]) -> bool:
+    given = {each.name: list(each.ints) for each in node.attribute}
+    weight = "".join(node.input[3:4] if node.op_type == "QLinearConv" else node.input[1:2])
+    kernel = given.get("kernel_shape") or stored.get(weight, [])[2:]
+    rank, pads = len(kernel), given.get("pads", [])
+    for axis, size in enumerate(kernel):
+        dilation, stride = (given.get(key, [1] * rank)[axis : axis + 1] or [1] for key in ("dilations", "strides"))
+        padding = sum(pads[axis::rank]) if len(pads) == 2 * rank else 0
+        # The division by the stride rounds towards zero, so that a window must lack two steps.
+        if (size - 1) * dilation[0] + 1 - padding >= 2 * stride[0]:
+            return True
     return False
 
 
-def _infer_past_windows(light: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model with inferred shapes; a Slice of something of negative size has none."""
-    hidden = [node for node in iterate_nodes(light.graph) if node.op_type == "Slice" and node.domain in MAIN_DOMAINS]
-    if not hidden:
-        return _infer(light)
-    if all(each.domain != _UNSLICED for each in light.opset_import):
+def _find_slices_behind(windows: Sequence[onnx.NodeProto], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Returns the slices that follow one of these windows, directly or not, in the order in which nodes are inferred.
+
+    A node with bodies is one step: if a window is in it or before it, it is before all slices inside.
+    """
+    behind = {name for node in windows for name in node.output if name}
+    found: list[onnx.NodeProto] = []
+    for node in graph.node:
+        inside = [node, *(each for body in list_bodies(node) for each in iterate_nodes(body))]
+        if not behind.isdisjoint(name for each in inside for name in (*each.input, *each.output)):
+            behind.update(filter(None, node.output))
+            found += (each for each in inside if each.op_type == "Slice" and each.domain in MAIN_DOMAINS)
+    return found
+
+
+def _infer_past_windows(light: onnx.ModelProto, hidden: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
+    """Returns the model with inferred shapes; a Slice of something of negative size has none.
+
+    `hidden` are the slices behind large windows.
+    """
+    if hidden and all(each.domain != _UNSLICED for each in light.opset_import):
         light.opset_import.append(onnx.OperatorSetIdProto(domain=_UNSLICED, version=1))
     for node in hidden:
         node.domain = _UNSLICED
     inferred = _infer(light)
-    for _ in range(_MOST_PASSES):
+    for _ in range(_MOST_PASSES if hidden else 0):
         sizes = _read_sizes(inferred)
         shown = [node for node in hidden if min(sizes.get(node.input[0], (-1,)), default=0) >= 0]
         if not shown:
@@ -200,7 +219,7 @@ def refuse_empty_windows(model: onnx.ModelProto) -> None:
     Raises:
         ModelError: a window is larger than what it slides over.
     """
-    if _may_be_empty(model) and (found := _find_negative(infer_model(model))) is not None:
+    if _find_large_windows(model) and (found := _find_negative(infer_model(model))) is not None:
         node, shape = found
         words = f"node '{node.name or node.output[0]}' ({node.op_type}) would make a tensor of shape {shape}"
         raise ModelError(f"{words}: an input is too small for this network", hint="give larger sizes: --dim NAME=INT")
@@ -253,12 +272,12 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
             node.attribute.append(helper.make_attribute("onesided", 1))
     _open_negative(light)
     substituted = substitute_contrib(light)
-    infer = _infer_past_windows if (windows := _may_be_empty(light)) else _infer
+    slices = _find_slices_behind(_find_large_windows(light), light.graph)
     rounded, hidden = _round_pools(light), hide_untyped(light)
-    inferred = infer(light)
+    inferred = _infer_past_windows(light, slices)
     if hidden and show_typed(light, inferred):
-        inferred = infer(light)
-    if substituted or rounded or hidden or windows:
+        inferred = _infer_past_windows(light, slices)
+    if substituted or rounded or hidden or slices:
         restore_contrib(inferred, proto)
     if len(light.opset_import) != len(proto.opset_import):
         refill(inferred.opset_import, proto.opset_import)

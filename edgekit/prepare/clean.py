@@ -233,9 +233,11 @@ def optimize_basic(proto: onnx.ModelProto, model: models.Model, path: Path, fold
     CPU provider cannot be undone, the graph is returned without optimization.
 
     Raises:
+        ModelError: an input is too small for a window.
         RuntimeRefusal: ONNX Runtime cannot load the model.
     """
     name_nodes(proto.graph)
+    refuse_empty_windows(proto)
     nodes = onnx.GraphProto(node=proto.graph.node).node
     # At any level, a session replaces operators without a kernel: they are hidden from it.
     types = guard_half(proto)
@@ -321,7 +323,7 @@ def prepare_model(
     proto, folder = _read_graph(model), model.path.parent
     _clean_interface(proto, outputs, constants)
     if not (folds_first := bool(constants) or _has_branches(proto)):
-        _size(proto, dims, may_stay_open=may_stay_open)
+        fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, given, chosen = _copy_texts(proto), models.list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
@@ -329,7 +331,7 @@ def prepare_model(
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
         if folds_first:
-            _size(proto, dims, may_stay_open=may_stay_open)
+            fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
         proto = optimize_basic(_split_fused(convert_opset(proto, chosen)), model, temporary, folder)
         keep_inputs(proto, inputs)
         # A session that optimizes the graph again computes constants of the same names, on which ONNX Runtime 1.31
@@ -338,12 +340,6 @@ def prepare_model(
         models.rename_tensors(proto.graph, {name: f"{name}{_MADE}" for name in made})
         _write(proto, model, temporary, out, origin)
     return models.load_model(out, custom_ops=model.custom_ops)
-
-
-def _size(proto: onnx.ModelProto, dims: Mapping[str, int], *, may_stay_open: bool) -> None:
-    """Fixes dimensions in place, at sizes that the network can work with."""
-    fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
-    refuse_empty_windows(proto)
 
 
 def _has_branches(proto: onnx.ModelProto) -> bool:
@@ -386,7 +382,7 @@ def sketch_model(
     if _has_branches(proto):
         return prepare_model(model, out, dims, may_stay_open=may_stay_open)
     _clean_interface(proto, (), {})
-    _size(proto, dims, may_stay_open=may_stay_open)
+    fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, chosen = _copy_texts(proto), choose_opset(proto, None)
     lower_ir_version(proto, chosen)
     return _write_sketch(proto, model, out, origin, chosen, splits=True)

@@ -17,7 +17,7 @@ from edgekit.graph.graph import Graph, view_model, view_part
 from edgekit.graph.inference import infer_model, refuse_empty_windows
 from edgekit.graph.match import list_moved
 from edgekit.graph.spatial import takes_raw_pixels
-from edgekit.model.model import load_model
+from edgekit.model.model import iterate_nodes, load_model
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model
@@ -329,16 +329,36 @@ def test_numbers_that_choose_rows_of_a_table_are_no_pixels() -> None:
 # A window larger than its input, for which onnx infers a negative size: the inference of Slice ends the process on it.
 _SMALL = "e = Conv(x, w) d = Slice(e, zero, two, two)"
 _BEHIND = "b = Slice(x, zero, three, two) e = Conv(b, w) d = Slice(e, zero, two, two)"
+_LATER = "e = Conv(x, w) r = Relu(e) d = Slice(r, zero, two, two)"
+_THEN = "then_branch = t () => (float[g,h,i,j] s) {{ {} }}"
+_BODY = "If<" + _THEN + ", else_branch = o () => (float[k,l,m,n] f) {{ f = Identity(e) }}>(yes)"
+_INNER = "z = Constant<value_ints = [0]>() t = Constant<value_ints = [2]>() s = Slice(e, z, t, t)"
+_INSIDE = "e = Conv(x, w) d = " + _BODY.format(_INNER)
+_AFTER = "e = Conv(x, w) r = " + _BODY.format("s = Relu(e)") + " d = Slice(r, zero, two, two)"
 
 
-@pytest.mark.parametrize(("body", "rows"), [(_SMALL, 3), (_BEHIND, 30), ("b = Slice(x, zero, two, zero) " + _SMALL, 3)])
+@pytest.mark.parametrize(
+    ("body", "rows"),
+    [
+        (_SMALL, 3),
+        (_BEHIND, 30),
+        ("b = Slice(x, zero, two, zero) " + _SMALL, 3),
+        (_LATER, 3),
+        (_INSIDE, 3),
+        (_AFTER, 3),
+    ],
+)
 def test_a_slice_of_a_negative_size_ends_no_process(body: str, rows: int, tmp_path: Path) -> None:
     model = save_net(
         f"(float[1,1,{rows},8] x) => (float[a,b,c,d] y) {{ {body} y = Relu(d) }}", tmp_path / "m.onnx",
         w=np.ones((2, 1, 7, 3), np.float32), zero=np.array([0]), two=np.array([2]), three=np.array([3]),
+        yes=np.array(True),
     )  # fmt: skip
     proto = onnx.load(model.path)
-    assert list(infer_model(proto).graph.node) == list(proto.graph.node)
+    inferred = infer_model(proto)
+    assert [(node.domain, *node.output) for node in iterate_nodes(inferred.graph)] == [
+        (node.domain, *node.output) for node in iterate_nodes(proto.graph)
+    ]
     with pytest.raises(ModelError, match=r"\(Conv\) would make a tensor of shape \[1, 2, -3, 6\]"):
         prepare_model(model, tmp_path / "p.onnx")
 
