@@ -29,10 +29,8 @@ def test_figures_are_those_worked_out_by_hand() -> None:
     errors = [measure(np.array([3.0, 6.0]), np.array([4.0, 4.0])), measure(np.array([2.0]), np.array([2.0]))]
     assert metrics.mean_abs(errors) == pytest.approx(3 / 3)
     assert metrics.rmse(errors) == pytest.approx((5 / 3) ** 0.5)
-    assert metrics.relative_error(errors) == pytest.approx(3 / 11)
     assert metrics.sqnr_db(errors) == pytest.approx(10 * np.log10(49 / 5))
     assert metrics.cosine(errors) == pytest.approx((12 + 24 + 4) / (7 * 36**0.5))
-    assert metrics.psnr_db(errors) == pytest.approx(10 * np.log10(4.0**2 / (5 / 3)))
     assert metrics.bias_share(errors) == pytest.approx(1 / (3 * 5))
     assert metrics.match_share(errors) == pytest.approx(1 / 3)
     assert (errors[0].max_abs, errors[0].position) == (2.0, 1)
@@ -47,19 +45,15 @@ def test_ratios_in_decibels_are_clamped_to_200(signal: float, noise: float, rati
     assert metrics.decibels(signal, noise) == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize(("got", "top1", "top5"), [(0, True, True), (4, False, True), (5, False, False)])
-def test_the_first_class_counts_among_the_first_and_the_first_five(got: int, top1: bool, top5: bool) -> None:
-    wanted = np.arange(8.0)[None, ::-1]
-    errors = measure(wanted, np.eye(8)[[got]])
-    assert (errors.top1, errors.top5) == (top1, top5)
+@pytest.mark.parametrize(("got", "top1"), [(0, True), (1, True), (2, False)])
+def test_classes_agree_if_the_best_has_the_best_score_of_the_reference(got: int, top1: bool) -> None:
+    wanted = np.array([[7.0, 7, 6, 5, 4, 3, 2, 1]])
+    assert measure(wanted, np.eye(8)[[got]]).top1 == top1
     assert measure(wanted.reshape(2, 4), np.eye(8)[[got]].reshape(2, 4)).top1 is None
     assert measure(np.ones((1, 1)), np.ones((1, 1))).top1 is None
 
 
-SUMS = (
-    "abs_sum", "reference_abs_sum", "error_sum", "error_energy", "reference_energy", "energy", "dot", "max_abs", "low",
-    "high",
-)  # fmt: skip
+SUMS = ("abs_sum", "error_sum", "error_energy", "reference_energy", "energy", "dot", "max_abs")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -80,9 +74,9 @@ def test_large_tensors_are_measured_in_parts_as_if_in_one() -> None:
     found[70_000] += 1
     errors, error = metrics.measure_errors(wanted, found), found - wanted
     expected = {
-        "abs_sum": abs(error).sum(), "reference_abs_sum": abs(wanted).sum(), "error_sum": error.sum(),
-        "error_energy": error @ error, "reference_energy": wanted @ wanted, "energy": found @ found,
-        "dot": wanted @ found, "max_abs": error.max(), "low": wanted.min(), "high": wanted.max(), "position": 70_000,
+        "abs_sum": abs(error).sum(), "error_sum": error.sum(), "error_energy": error @ error,
+        "reference_energy": wanted @ wanted, "energy": found @ found, "dot": wanted @ found, "max_abs": error.max(),
+        "position": 70_000,
     }  # fmt: skip
     assert {name: getattr(errors, name) for name in expected} == pytest.approx(expected)
     found[90_000] = np.nan
@@ -101,7 +95,7 @@ def test_a_tie_is_right_in_the_reference_only(wanted: list[float], found: list[f
     assert measure(np.array([wanted]), np.array([found])).top1 is top1
     # Quantized integers are measured like floats.
     integers = measure(np.array([[1, 0]], np.uint8), np.array([[0, 1]], np.uint8))
-    assert (integers.max_abs, integers.top1, integers.kl) == (1.0, False, None)
+    assert (integers.max_abs, integers.top1) == (1.0, False)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +163,7 @@ def test_sums_beyond_the_largest_float_are_no_perfect_score(count: int) -> None:
     assert metrics.sqnr_db(errors) <= 0.0
     assert metrics.cosine(errors) == 0.0
     assert metrics.cosine([measure(wanted, wanted)] * count) == pytest.approx(1.0)
-    assert np.isfinite([metrics.rmse(errors), metrics.mean_abs(errors), metrics.psnr_db(errors)]).all()
+    assert np.isfinite([metrics.rmse(errors), metrics.mean_abs(errors)]).all()
     interval = bootstrap_sqnr(errors)
     assert interval is None or interval[1] <= 0.0
 
@@ -228,20 +222,13 @@ def test_labels_of_any_kind_are_matched(wanted: Array, found: Array, matches: in
     assert measure(wanted, found).matches == matches
 
 
-def test_outputs_without_a_direction_or_a_peak_are_defined() -> None:
+def test_outputs_without_a_direction_are_defined() -> None:
     for got, cosine, sqnr in (([0.0, 0.0], 1.0, 200.0), ([1.0, 0.0], 0.0, -200.0)):
         errors = [measure(np.zeros(2), np.array(got))]
         assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (cosine, sqnr)
     errors = [measure(np.array([1.0, 0.0]), np.zeros(2))]
     assert (metrics.cosine(errors), metrics.sqnr_db(errors)) == (0.0, 0.0)
     assert metrics.bias_share([measure(np.ones(2), np.ones(2))]) == 0.0
-    assert metrics.relative_error([measure(np.zeros(2), np.zeros(2))]) == 0.0
-    assert metrics.relative_error(errors) == 1.0
-    assert metrics.relative_error([measure(np.zeros(2), np.ones(2))]) is None
-    errors = [measure(np.full((1, 4), 2.0), np.full((1, 4), 2.5))]
-    assert metrics.psnr_db(errors) == -200.0
-    assert errors[0].rank is None
-    assert metrics.psnr_db([measure(np.full(4, 2.0), np.full(4, 2.0))]) == 200.0
 
 
 def test_an_empty_output_is_no_evidence() -> None:
@@ -352,7 +339,7 @@ def test_shapes_may_change_from_sample_to_sample_if_both_sides_agree() -> None:
 def test_a_number_without_axes_and_halves_are_measured() -> None:
     reference: list[Tensors] = [{"y": np.array(value, np.float16)} for value in (1.0, 2.0, 4.0)]
     report = compare([{"y": np.array(float(row["y"]) * 1.5, np.float16)} for row in reference], reference)
-    assert (report.max_abs, report.top1_agreement, report.relative_error) == (2.0, None, 0.5)
+    assert (report.max_abs, report.top1_agreement, report.mean_abs) == (2.0, None, 3.5 / 3)
 
 
 def test_masks_have_an_intersection_over_union() -> None:
@@ -370,14 +357,3 @@ def test_masks_have_an_intersection_over_union() -> None:
     assert compare([{"y": np.array([True, False, False, False])}], true).iou == 0.5
     for least, iou in ((np.eye(2, dtype=np.int64), 1.0), (np.array([True, True]), 1.0), (np.array([True]), None)):
         assert compare([{"y": least}], [{"y": least}]).iou == iou
-
-
-def test_distributions_have_a_divergence_and_ranks_a_correlation() -> None:
-    p, q = np.array([[0.5, 0.25, 0.25]]), np.array([[0.25, 0.5, 0.25]])
-    report = compare([{"y": q}], [{"y": p}])
-    assert report.kl_divergence == pytest.approx(0.5 * np.log(2) + 0.25 * np.log(0.5))
-    assert report.rank_correlation == pytest.approx(np.corrcoef([2, 0.5, 0.5], [0.5, 2, 0.5])[0, 1])
-    two = compare([{"y": np.array([[0.25, 0.75]])}], [{"y": np.array([[0.5, 0.5]])}])
-    assert two.kl_divergence == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3))
-    assert compare(ROWS).kl_divergence is None
-    assert compare(ROWS).rank_correlation == pytest.approx(1.0)

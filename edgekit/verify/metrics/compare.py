@@ -28,9 +28,7 @@ _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
 sums, and with large ones memory must not grow with their number."""
 
 
-_UNRANKED: Mapping[str, Any] = {
-    "top1_agreement": None, "top1_interval": None, "top5_agreement": None, "worst_answers": None, "changes": ()
-}  # fmt: skip
+_UNRANKED: Mapping[str, Any] = {"top1_agreement": None, "top1_interval": None, "worst_answers": None, "changes": ()}
 """The figures of an output that names no class."""
 
 _Row = tuple[int, Tensors, Tensors | None]
@@ -186,24 +184,16 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         matched = msgspec.structs.replace(facts, exact_match=metrics.match_share(errors), iou=iou)
         return _place_worst(matched, rows, worst)
     top1 = [sample.top1 for sample in errors if sample.top1 is not None]
-    top5 = [sample.top5 for sample in errors if sample.top5 is not None]
-    rank = [sample.rank for sample in errors if sample.rank is not None]
-    kl = [sample.kl for sample in errors if sample.kl is not None]
     measured = msgspec.structs.replace(
         facts,
         max_abs=max(sample.max_abs for sample in errors),
         mean_abs=metrics.mean_abs(errors),
         rmse=metrics.rmse(errors),
-        relative_error=metrics.relative_error(errors),
         cosine=metrics.cosine(errors),
         sqnr_db=metrics.sqnr_db(errors),
         sqnr_interval_db=metrics.bootstrap_sqnr(errors),
-        psnr_db=metrics.psnr_db(errors),
         top1_agreement=sum(top1) / len(top1) if top1 else None,
         top1_interval=wilson_interval(sum(top1), len(top1)) if top1 else None,
-        top5_agreement=sum(top5) / len(top5) if top5 else None,
-        rank_correlation=sum(rank) / len(rank) if rank else None,
-        kl_divergence=sum(kl) / len(kl) if len(kl) == len(errors) else None,
         changes=count_changes((row.errors, row.answers) for row in rows if row.errors is not None),
     )
     return _place_worst(measured, rows, max(range(len(errors)), key=lambda index: errors[index].max_abs))

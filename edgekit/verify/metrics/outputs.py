@@ -80,11 +80,11 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     """How far one output of a run is from the float reference, over all samples.
 
     Undefined figures are None. For integers, booleans and strings only `exact_match` (the share of equal elements)
-    counts, and `iou` for those that are masks. If a value is not finite, nothing can be measured. `top1_agreement`,
-    `top5_agreement` and `rank_correlation` need an output that ranks classes, `kl_divergence` (in nats) one that is a
-    distribution. If the shape depends on the data, `shape_agreement` is the share of samples that have the reference's
-    shape, and `samples` counts only those. `elements` counts the values over all samples; an output that is empty on
-    the float model in every sample has none and proves nothing. Decibels are clamped to plus and minus 200.
+    counts, and `iou` for those that are masks. If a value is not finite, nothing can be measured. `top1_agreement`
+    needs an output that ranks classes. If the shape depends on the data, `shape_agreement` is the share of samples that
+    have the reference's shape, and `samples` counts only those. `elements` counts the values over all samples; an
+    output that is empty on the float model in every sample has none and proves nothing. Decibels are clamped to plus
+    and minus 200.
     `worst_sample` is the sample with the largest error, or the first that is not finite, `worst_position` the flat
     index in it, `worst_answers` the answers of both sides there; `changes` count which class became which other one.
     `agreements` say how far the two sides agree in what the output is for, one for each of its possible kinds. If there
@@ -101,16 +101,11 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     max_abs: Size | None = None
     mean_abs: Size | None = None
     rmse: Size | None = None
-    relative_error: Size | None = None
     cosine: Correlation | None = None
     sqnr_db: Decibels | None = None
     sqnr_interval_db: tuple[Decibels, Decibels] | None = None
-    psnr_db: Decibels | None = None
     top1_agreement: Share | None = None
     top1_interval: tuple[Share, Share] | None = None
-    top5_agreement: Share | None = None
-    rank_correlation: Correlation | None = None
-    kl_divergence: Size | None = None
     exact_match: Share | None = None
     iou: Share | None = None
     shape_agreement: Share | None = None

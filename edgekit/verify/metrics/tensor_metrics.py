@@ -1,12 +1,12 @@
 """How far an output is from its reference: pure numpy, sample by sample.
 
-Each metric has its formula in its docstring. `Agreement` compares what two outputs say: distributions, ranks and masks.
-A sketch reduces a result of any size to 16 numbers, from which distances can be estimated.
+Each metric has its formula in its docstring. A sketch reduces a result of any size to 16 numbers, from which distances
+can be estimated.
 """
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,62 +17,14 @@ import numpy.typing as npt
 from edgekit.data.intervals import draw_sums, span_95
 from edgekit.model.tensors import Array, is_numeric
 
-# The logarithm of zero is no number; this is e^-28.
-_LEAST_PROBABILITY = 1e-12
-# Ranks of more values cost a sort for each sample and tell no more: no classifier has as many classes.
-_MAX_RANKED = 100_000
 # Masks are 8-bit images (PASCAL VOC, Cityscapes); wider integers are indices.
 MAX_CLASSES = 256
 # The sums of large tensors are computed in parts of so many values, which stay in a core's cache. Chosen by hand.
 _AT_ONCE = 1 << 15
-_ENDS: Mapping[str, np.ufunc] = {"max_abs": np.maximum, "low": np.minimum, "high": np.maximum}
 _COUNTS = frozenset({"matches", "non_finite", "reference_non_finite"})
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
-
-
-def kl_divergences(reference: Floats, got: Floats, shape: tuple[int, ...]) -> list[float | None]:
-    """Returns for each sample the mean over rows of sum p ln(p / q) in nats (Kullback and Leibler 1951).
-
-    p is the reference. Each row of the arrays is a flat sample of the given shape; the distribution is along the last
-    axis of a sample, or over all of it if only one axis is longer than 1. None if the reference holds no distributions.
-    The output q is clipped to 1e-12 from below and scaled to a sum of one, so that a probability of zero costs much,
-    but not infinity.
-    """
-    count, size = reference.shape
-    width = size if max(shape, default=1) == size else shape[-1]
-    fits = reference.min(axis=1) >= 0.0 if width > 1 else np.zeros(count, dtype=bool)
-    sums = reference.reshape(count, -1, width).sum(axis=2)
-    # Rounding to half precision leaves 2^-11; 1 % tolerates models that clip small probabilities.
-    fits &= ~np.any(np.abs(sums - 1.0) > 1e-2, axis=1)
-    values: list[float | None] = [None] * count
-    if not fits.any():
-        return values
-    p, q = (side[fits].reshape(-1, size // width, width) for side in (reference, got))
-    q = np.clip(q, _LEAST_PROBABILITY, None)
-    q = q / q.sum(axis=2, keepdims=True)
-    p = p / p.sum(axis=2, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.where(p > 0.0, p * np.log(p / q), 0.0)
-    found = np.maximum(0.0, terms.sum(axis=2).mean(axis=1)).tolist()
-    for index, value in zip(np.flatnonzero(fits).tolist(), found, strict=True):
-        values[index] = value
-    return values
-
-
-def rank_correlations(reference: Floats, got: Floats) -> list[float | None]:
-    """Returns the correlation of the ranks of each row, -1 to 1 (Spearman 1904), equal values sharing a mean rank.
-
-    None for fewer than three values, for more than 100,000, and if one side has only one value: then nothing is ranked.
-    """
-    count, size = reference.shape
-    if not 3 <= size <= _MAX_RANKED:
-        return [None] * count
-    first, second = (_rank(side) - (size + 1) / 2.0 for side in (reference, got))
-    sizes = np.sqrt(_dot(first, first) * _dot(second, second))
-    pairs = zip(_dot(first, second).tolist(), sizes.tolist(), strict=True)
-    return [None if size == 0.0 else max(-1.0, min(1.0, dot / size)) for dot, size in pairs]
 
 
 def count_masks(reference: Array, got: Array) -> Counts | None:
@@ -108,15 +60,6 @@ def mean_iou(counts: npt.NDArray[Any]) -> float | None:
     """
     both, either = counts[counts[:, 1] > 0].T
     return float((both / either).mean()) if either.size else None
-
-
-def _rank(rows: Floats) -> Floats:
-    """Returns the rank of each value in its row; equal values share the mean of their ranks."""
-    ranks = np.empty(rows.shape, dtype=np.float64)
-    for index, row in enumerate(rows):
-        _, places, counts = np.unique(row, return_inverse=True, return_counts=True)
-        ranks[index] = (np.cumsum(counts) - (counts - 1) / 2.0)[places]
-    return ranks
 
 
 BUCKETS = 16
@@ -164,8 +107,7 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     are zero and the sample is not measurable. `numeric` is False for labels, of which only the matches count; `matches`
     counts elements that are exactly equal, `reference_non_finite` values of the reference that are NaN or infinite.
     `position` is the flat index of the largest error, of the first label that differs, or of the first value that is
-    not finite. `top1` and `top5` say whether the classes agree, and `rank` is the correlation of their order; they are
-    None for an output that ranks no classes. `kl` is None for an output that is no distribution. `masks` counts the
+    not finite. `top1` says whether the best classes agree, None for an output that ranks no classes. `masks` counts the
     classes of a mask, as `count_classes` does.
     """
 
@@ -179,42 +121,30 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     reference_energy: float = 0.0
     max_abs: float = 0.0
     abs_sum: float = 0.0
-    reference_abs_sum: float = 0.0
     energy: float = 0.0
     dot: float = 0.0
     position: int = 0
-    low: float = 0.0
-    high: float = 0.0
     top1: bool | None = None
-    top5: bool | None = None
-    rank: float | None = None
-    kl: float | None = None
     masks: Counts | None = None
 
 
 def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
-    """Returns the sums of several samples of one shape and type, stacked along a first axis, and their agreement.
+    """Returns the sums of several samples of one shape and type, stacked along a first axis (`measure_errors`).
 
-    Agreement is about ranks of classes and probabilities; the sums are those of `measure_errors`.
+    For samples that rank classes it also tells if the best class is the same.
     """
     if not is_numeric(references):
         return [_match_sample(*pair) for pair in zip(references, gots, strict=True)]
     wanted, found = _as_rows(references), _as_rows(gots)
-    errors, shape = _measure_rows(wanted, found), references.shape[1:]
-    # The ranks and probabilities of samples that are not finite mean nothing.
-    good = [index for index, sample in enumerate(errors) if not sample.non_finite]
-    meanings: dict[str, Sequence[float | bool | None]] = {}
-    with np.errstate(over="ignore", invalid="ignore"):
-        wanted, found = wanted[good], found[good]
-        if wanted.size and references.dtype.kind == "f":
-            meanings["kl"] = kl_divergences(wanted, found, shape)
-        if wanted.size and max(shape, default=1) == wanted.shape[1] > 1:
-            meanings["top1"], meanings["top5"] = agree_at(wanted, found, 1), agree_at(wanted, found, 5)
-            meanings["rank"] = rank_correlations(wanted, found)
-    for row, index in enumerate(good):
-        figures = {name: values[row] for name, values in meanings.items()}
-        errors[index] = msgspec.structs.replace(errors[index], **figures)
-    return errors
+    errors = _measure_rows(wanted, found)
+    if not max(references.shape[1:], default=1) == wanted.shape[1] > 1:
+        return errors
+    # Classes with the same score as the best one agree too.
+    best = np.take_along_axis(wanted, found.argmax(axis=1)[:, np.newaxis], axis=1)
+    agree: list[bool] = np.all(wanted <= best, axis=1).tolist()
+    # The classes of samples that are not finite mean nothing.
+    pairs = zip(errors, agree, strict=True)
+    return [each if each.non_finite else msgspec.structs.replace(each, top1=same) for each, same in pairs]
 
 
 def measure_errors(reference: Array, got: Array) -> SampleErrors:
@@ -240,7 +170,8 @@ def _measure_rows(wanted: Array, found: Array) -> list[SampleErrors]:
     with np.errstate(over="ignore", invalid="ignore"):
         parts = [_measure_part(*(side[:, span].astype(np.float64) for side in (wanted, found))) for span in spans]
         stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
-        columns = {name: _ENDS.get(name, np.add).reduce(values) for name, values in stacked.items()}
+        columns = {name: values.sum(axis=0) for name, values in stacked.items()}
+        columns["max_abs"] = stacked["max_abs"].max(axis=0)
         is_bad = columns["non_finite"] > 0
         for name in columns.keys() - _COUNTS:
             # Limited so that a million million sums stay finite; NaN becomes the least value.
@@ -261,11 +192,9 @@ def _measure_part(wanted: Floats, found: Floats) -> dict[str, npt.NDArray[Any]]:
     return {
         "matches": np.count_nonzero(wanted == found, axis=1), "non_finite": non_finite,
         "reference_non_finite": np.count_nonzero(strange, axis=1), "abs_sum": distance.sum(axis=1),
-        "reference_abs_sum": np.abs(wanted).sum(axis=1), "error_sum": error.sum(axis=1),
-        "error_energy": _dot(error, error), "reference_energy": _dot(wanted, wanted),
+        "error_sum": error.sum(axis=1), "error_energy": _dot(error, error), "reference_energy": _dot(wanted, wanted),
         "energy": _dot(found, found), "dot": _dot(wanted, found), "max_abs": distance.max(axis=1),
-        "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)), "low": wanted.min(axis=1),
-        "high": wanted.max(axis=1),
+        "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)),
     }  # fmt: skip
 
 
@@ -281,16 +210,6 @@ def _match_sample(reference: Array, got: Array) -> SampleErrors:
     )
 
 
-def agree_at(reference: Floats, got: Floats, k: int) -> list[bool]:
-    """Returns for each row whether the class that `got` ranks first is among the first k of the reference.
-
-    Ties count as equal.
-    """
-    best = np.take_along_axis(reference, got.argmax(axis=1)[:, np.newaxis], axis=1)
-    above: list[int] = np.count_nonzero(reference > best, axis=1).tolist()
-    return [count < k for count in above]
-
-
 def mean_abs(samples: Sequence[SampleErrors]) -> float:
     """Returns sum |got - ref| / n, the mean absolute error."""
     return sum(sample.abs_sum for sample in samples) / _elements(samples)
@@ -299,18 +218,6 @@ def mean_abs(samples: Sequence[SampleErrors]) -> float:
 def rmse(samples: Sequence[SampleErrors]) -> float:
     """Returns sqrt(sum (got - ref)^2 / n), the root of the mean squared error."""
     return math.sqrt(sum(sample.error_energy for sample in samples) / _elements(samples))
-
-
-def relative_error(samples: Sequence[SampleErrors]) -> float | None:
-    """Returns sum |got - ref| / sum |ref|, the error relative to the size of the reference.
-
-    The sums are divided, not the values, so that values near zero do not dominate. 0 if there is no error, None for an
-    error on a reference of zeros.
-    """
-    error, size = sum(sample.abs_sum for sample in samples), sum(sample.reference_abs_sum for sample in samples)
-    if error == 0.0:
-        return 0.0
-    return error / size if size else None
 
 
 def cosine(samples: Sequence[SampleErrors]) -> float:
@@ -349,12 +256,6 @@ def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | Non
     with np.errstate(divide="ignore", invalid="ignore"):
         values = 10.0 * np.log10(signal / noise)
     return span_95(np.nan_to_num(values, nan=DB_LIMIT, posinf=DB_LIMIT, neginf=-DB_LIMIT).clip(-DB_LIMIT, DB_LIMIT))
-
-
-def psnr_db(samples: Sequence[SampleErrors]) -> float:
-    """Returns 10 log10(peak^2 / MSE) in dB, the peak being the range of the reference over the samples."""
-    peak = max(sample.high for sample in samples) - min(sample.low for sample in samples)
-    return decibels(peak * peak, sum(sample.error_energy for sample in samples) / _elements(samples))
 
 
 def bias_share(samples: Sequence[SampleErrors]) -> float:
