@@ -258,7 +258,7 @@ def show_verify(report: VerifyReport) -> None:
     if report.chance:
         print_table(Text(report.chance, "bold"))
     print_table(text.table_verify(report))
-    if report.comparison:
+    if len(report.runs) > 1:
         print_table(text.table_device_figures(report))
     if report.verdict != "pass":
         show_line(text.headline_verify(report))

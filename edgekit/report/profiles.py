@@ -1,8 +1,7 @@
-"""Profiles as text and as an HTML page: timeline, treemap and roofline of each, and why two of them differ."""
+"""Profiles as text and as an HTML page: timeline and roofline of each, and why two of them differ."""
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -147,7 +146,6 @@ def _rate(count: int, milliseconds: float) -> str:
     return f"{count / milliseconds / 1e6:.3g}" if count and milliseconds > 0 else "-"
 
 
-WIDTH, HEIGHT = 1000.0, 320.0
 MAX_SPANS = 100_000
 """The largest number of kernels in the timeline: with more the page would load slowly."""
 
@@ -156,7 +154,6 @@ HUES = (
     "#2f6fde", "#b85c00", "#14804a", "#8f4fd1", "#c22f3d", "#0d7f91", "#8a7100", "#c83b87", "#6b7a2f", "#5b6b9b",
     "#9b5b3b", "#6b7682",
 )  # fmt: skip
-_LETTER, _LINE = 6.2, 16.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0
 
 
@@ -166,24 +163,6 @@ def number_hues(profile: DeviceProfile) -> dict[str, int]:
     return {op: min(index, len(HUES) - 1) for index, op in enumerate(ops)}
 
 
-def draw_treemap(profile: DeviceProfile) -> Chart:
-    """Returns a chart with a box for each node, grouped by operator; areas are proportional to times."""
-    hues = number_hues(profile)
-    groups: dict[str, list[NodeTime]] = defaultdict(list)
-    for node in rank_nodes(profile):
-        groups[node.op].append(node)
-    weights = {op: sum(node.share for node in nodes) for op, nodes in groups.items()}
-    ranked = sorted(groups, key=lambda op: -weights[op])
-    marks: list[Mark] = []
-    for op, area in zip(ranked, split_area([weights[op] for op in ranked], (0.0, 0.0, WIDTH, HEIGHT)), strict=True):
-        boxes = split_area([node.share for node in groups[op]], area)
-        for node, (x, y, width, height) in zip(groups[op], boxes, strict=True):
-            label = op if width > _LETTER * len(op) and height > _LINE else ""
-            sizes = {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": round(height, 1)}
-            marks.append(Mark(**sizes, kind=f"hue{hues[op]}", label=label, title=describe_node(node)))
-    return Chart(marks=tuple(marks))
-
-
 def describe_node(node: NodeTime) -> str:
     """Returns the tooltip of a kernel in the charts."""
     rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
@@ -191,27 +170,6 @@ def describe_node(node: NodeTime) -> str:
     name = f"{node.op} {node.source or node.name} ({short_provider(node.provider)})"
     cost = f"{node.self_ms:.3g} ms, {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}"
     return f"{name}: {cost}; {describe_shapes(node.inputs)} -> {describe_shapes(node.outputs)}"
-
-
-_Area = tuple[float, float, float, float]
-
-
-def split_area(weights: Sequence[float], area: _Area) -> list[_Area]:
-    """Divides an area into boxes in proportion to the weights: it is split recursively, across its longer side."""
-    total = sum(weights)
-    if len(weights) <= 1 or total <= 0:
-        return [area] * len(weights)
-    first_weight, count = 0.0, 0
-    while count < len(weights) - 1 and (count == 0 or first_weight + weights[count] / 2 < total / 2):
-        first_weight += weights[count]
-        count += 1
-    x, y, width, height = area
-    share = first_weight / total
-    if width >= height:
-        first, second = (x, y, width * share, height), (x + width * share, y, width * (1 - share), height)
-    else:
-        first, second = (x, y, width, height * share), (x, y + height * share, width, height * (1 - share))
-    return [*split_area(weights[:count], first), *split_area(weights[count:], second)]
 
 
 def draw_roof(profile: DeviceProfile) -> Chart | None:

@@ -144,17 +144,33 @@ def list_task(task: TaskReport | None) -> Iterator[str]:
         yield line + (same if task.ran else "")
 
 
+def find_worst(run: RunReport) -> tuple[float | None, float | None]:
+    """Returns the lowest SQNR and the lowest agreement of the outputs that are no state."""
+    judged = [output for output in run.outputs if not output.is_state]
+    figures = ([output.sqnr_db for output in judged], [output.agreed for output in judged])
+    sqnr_db, agreed = (min((value for value in side if value is not None), default=None) for side in figures)
+    return sqnr_db, agreed
+
+
+def name_twins(report: VerifyReport) -> list[str]:
+    """Returns for each run the first device before it whose outputs were the same to the bit, "" without one."""
+    first = {run.outputs_sha256: run.device for run in reversed(report.runs) if run.outputs_sha256}
+    names = [first.get(run.outputs_sha256, run.device) for run in report.runs]
+    return ["" if name == run.device else name for name, run in zip(names, report.runs, strict=True)]
+
+
 def table_device_figures(report: VerifyReport) -> Table:
     """Returns the devices of a verification side by side: a row for each device."""
     columns = ("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
     table = make_table(*columns)
-    for found in report.comparison:
-        shares = (format_or_dash(share, "{:.1%}") for share in (found.top1_agreement, found.accuracy))
-        times = [getattr(found.latency_ms, name, None) for name in ("median", "p95", "p99")]
-        costs = (f"{found.nodes_taken}/{found.nodes}", format_bytes(found.peak_rss_bytes))
-        outputs, ratio = f"as {found.same_as}" if found.same_as else "own", format_or_dash(found.sqnr_db, "{:.1f} dB")
+    for run, twin in zip(report.runs, name_twins(report), strict=True):
+        (sqnr_db, agreed), accuracy = find_worst(run), None if run.accuracy is None else run.accuracy.got
+        shares = (format_or_dash(share, "{:.1%}") for share in (agreed, accuracy))
+        times = (getattr(run.latency_ms, name, None) for name in ("median", "p95", "p99"))
+        nodes = f"{run.provider_nodes.get(run.provider, 0)}/{sum(run.provider_nodes.values())}"
+        costs = (nodes, format_bytes(run.peak_rss_bytes), f"as {twin}" if twin else "own")
         shown_times = (format_or_dash(time, "{:.2f} ms") for time in times)
-        table.add_row(found.device, ratio, *shares, *shown_times, *costs, outputs)
+        table.add_row(run.device, format_or_dash(sqnr_db, "{:.1f} dB"), *shares, *shown_times, *costs)
     return table
 
 

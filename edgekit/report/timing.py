@@ -13,7 +13,7 @@ from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.report import tables
 from edgekit.report.pages import Chart, LogAxis, Mark, make_page
-from edgekit.report.tables import format_bytes, format_or_dash, make_table
+from edgekit.report.tables import format_bytes, make_table
 from edgekit.tune.race import Entrant
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
 from edgekit.tune.tune import TriedSetting, TuneReport
@@ -131,16 +131,10 @@ def describe_ratio(ratio: Ratio) -> str:
 
 
 def list_tables(report: TuneReport) -> Iterator[Table]:
-    """Yields three tables: the optimization levels, the races, and every setting that was measured.
+    """Yields two tables: the races, and every setting that was measured.
 
     A race has its last challenger, the cost of that, and why it was taken or not. A star marks the Pareto front.
     """
-    if report.levels:
-        table = make_table("level", "nodes", "fused", "load", "p50")
-        for row in report.levels:
-            phases = format_or_dash(row.load_ms, "{:.0f} ms"), format_or_dash(row.median_ms, "{:.3g} ms")
-            table.add_row(row.level, format_or_dash(row.nodes, "{}"), describe_fused(row.fused), *phases)
-        yield table
     table = make_table("race", "last challenger", "cost", "taken", "why")
     for race in report.decisions:
         cost = "-" if race.ratio is None else f"{race.ratio.value:.3f}"
@@ -157,11 +151,6 @@ def list_tables(report: TuneReport) -> Iterator[Table]:
         starts = f"{one.load_ms:.0f} ms", f"{one.first_ms:.3g} ms", format_bytes(one.peak_rss_bytes)
         table.add_row(name, *times, *starts, describe_nearness(one), str(one.measurements))
     yield table
-
-
-def describe_fused(fused: Mapping[str, int]) -> str:
-    """Returns the fused operators of the optimized graph, with their counts."""
-    return ", ".join(f"{count} {op}" for op, count in fused.items()) or "-"
 
 
 def describe_nearness(one: TriedSetting) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 
 from edgekit._files import work_folder, write_file
-from edgekit._ort import CPU_PROVIDER, Level, SessionSettings, optimize_graph
+from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.bench import ROUNDS, Block, Effort, guess_time, run_block
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject, open_subject
@@ -20,7 +20,6 @@ from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import MachineClass, TunedSession, TuningEvidence, encode_json
 from edgekit.bundle.multi import INDEX
 from edgekit.bundle.sign import SIGNATURE
-from edgekit.convert.ort_form import describe_level
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class, set_job
 from edgekit.devices.device import Device, Job
@@ -29,12 +28,11 @@ from edgekit.devices.observe import count_nodes
 from edgekit.errors import BundleError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores
-from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.serialize import fill
 from edgekit.tune import race
 from edgekit.tune.race import Decision, Entrant, Measurement
-from edgekit.tune.space import BATCHES, LEVELS, Circumstances, Goal, Group, has_branches, list_groups, open_files
+from edgekit.tune.space import BATCHES, Circumstances, Goal, Group, has_branches, list_groups, open_files
 
 
 class TriedSetting(race.Figures, frozen=True, kw_only=True):
@@ -47,20 +45,6 @@ class TriedSetting(race.Figures, frozen=True, kw_only=True):
     measurements: int
     throughput_per_s: float = 0.0
     pareto: bool = False
-
-
-class LevelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimization level: the number of nodes left, the fused nodes by operator, and the times to load and run.
-
-    `nodes` is None if the optimized graph cannot be written: for ORT format, very large models, or other providers than
-    the CPU's.
-    """
-
-    level: str
-    nodes: int | None = None
-    fused: dict[str, int] = {}
-    load_ms: float | None = None
-    median_ms: float | None = None
 
 
 class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +66,6 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     chosen: Entrant
     final: Ratio | None = None
     decisions: tuple[Decision, ...] = ()
-    levels: tuple[LevelRow, ...] = ()
     tried: tuple[TriedSetting, ...] = ()
     seconds: float = 0.0
     budget_s: float = 0.0
@@ -140,7 +123,7 @@ def tune_on(
     with work_folder() as work:
         search = _prepare(path, choice, options, opening, work, progress)
         chosen, decisions, final = _search(search)
-        report = _describe(search, chosen, decisions, final, work)
+        report = _describe(search, chosen, decisions, final)
     report = msgspec.structs.replace(report, busy=None if busy is None else (busy, _read_load() or 0.0))
     return _apply(report, path, search.setup.device) if options.apply else report
 
@@ -297,21 +280,12 @@ def _find_refusal(search: _Search, chosen: Entrant, final: Ratio | str | None) -
     return fault or ""
 
 
-def _describe(
-    search: _Search, chosen: Entrant, decisions: Sequence[Decision], final: Ratio | str | None, work: Path
-) -> TuneReport:
+def _describe(search: _Search, chosen: Entrant, decisions: Sequence[Decision], final: Ratio | str | None) -> TuneReport:
     """Returns the report of a search, with all measurements; `chosen` is chosen if its gain is proven."""
     setup, journal, circumstances = search.setup, search.journal, search.given
     refusal, tried = _find_refusal(search, chosen, final), summarize_rounds(journal.rounds)
     not_raced = "" if circumstances.branches else "parallel execution is not raced: no two nodes could run side by side"
     not_chosen = f"'{chosen.name}' is not chosen: {refusal}" if refusal else ""
-    # The levels were raced on top of the setting at that time, which may have another file.
-    name = next((one.holder for one in decisions if one.group == LEVELS.name), DEFAULTS.name)
-    base = tried[name].entrant if name in tried else DEFAULTS
-    level = base.setting.level
-    alike = [it for it in tried.values() if (it.entrant.file, it.entrant.batch) == (base.file, base.batch)]
-    alike = [it for it in alike if msgspec.structs.replace(it.entrant.setting, level=level) == base.setting]
-    by_level = {one.entrant.setting.level: one for one in alike}
     return fill(
         TuneReport,
         circumstances,
@@ -324,7 +298,6 @@ def _describe(
         chosen=DEFAULTS if refusal else chosen,
         final=None if isinstance(final, str) else final,
         decisions=tuple(decisions),
-        levels=tuple(list_levels(setup.job_for(base), by_level, work / "levels")),
         tried=mark_pareto(tuple(tried.values())),
         versions=dict(sorted(search.first.run.versions.items())),
         notes=(*search.notes, *filter(None, (not_raced, not_chosen))),
@@ -398,27 +371,6 @@ def apply_setting(path: Path, tuned: TunedSession) -> str:
     write_file(source, encode_json(manifest))
     unsigned = "; its signature was of the bundle before and is gone: edgekit sign signs it again"
     return f"'{source}'" + (unsigned if signed else "")
-
-
-# To count its nodes, the graph of each level is written to a file: too slow for gigabytes of weights.
-_MAX_MODEL_BYTES = 500_000_000
-
-
-def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> Iterator[LevelRow]:
-    """Yields a row for each measured level; nodes are those that this machine's CPU provider runs."""
-    work.mkdir()
-    is_small = job.model.suffix == ".onnx" and job.model.stat().st_size < _MAX_MODEL_BYTES
-    for level, found in tried.items():
-        nodes: int | None = None
-        fused: dict[str, int] = {}
-        if job.target.provider == CPU_PROVIDER and is_small:
-            out = work / f"{level.value}.onnx"
-            with contextlib.suppress(EdgekitError):
-                optimize_graph(job.model, out, SessionSettings(level=level, config=dict(job.target.session.config)))
-                row = describe_level(load_model(job.model), out, level)
-                nodes, fused = row.nodes, row.inserted
-        load_ms, median_ms = (None, None) if found.fault else (found.load_ms, found.median_ms)
-        yield LevelRow(level=level.value, nodes=nodes, fused=fused, load_ms=load_ms, median_ms=median_ms)
 
 
 # Outputs above this SQNR count as equal: rounding of float32 gives 100 dB and more.

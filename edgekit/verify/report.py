@@ -8,13 +8,12 @@ import msgspec
 
 from edgekit._files import open_regular, write_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.latency import Latency
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
 from edgekit.errors import DataError
 from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
-from edgekit.serialize import NotebookPage, fill, ready_type, to_json
+from edgekit.serialize import NotebookPage, ready_type, to_json
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.run_report import RunReport
@@ -46,25 +45,6 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
     noise_share: float | None = None
     top1_loss: float | None = None
     accuracy_loss: float | None = None
-
-
-class DeviceFigures(Judged, msgspec.Struct, frozen=True, kw_only=True):
-    """One device in the comparison of devices: its worst output, its accuracy, its times, and what its provider took.
-
-    `same_as` names the first device before it whose outputs were the same to the bit.
-    """
-
-    device: str
-    evidence: Evidence
-    verdict: Verdict
-    sqnr_db: float | None
-    top1_agreement: float | None
-    accuracy: float | None
-    latency_ms: Latency | None
-    nodes_taken: int
-    nodes: int
-    peak_rss_bytes: int
-    same_as: str | None
 
 
 class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
@@ -109,27 +89,6 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
     differences: tuple[str, ...] = ()
     chance: str = ""
 
-    def list_figures(self) -> tuple[DeviceFigures, ...]:
-        """Returns the devices that ran, in their order, each with its worst figures."""
-        first: dict[str, str] = {}
-        figures: list[DeviceFigures] = []
-        for run in self.runs:
-            origin = first.setdefault(run.outputs_sha256, run.device) if run.outputs_sha256 else run.device
-            judged = [output for output in run.outputs if not output.is_state]
-            figures.append(
-                fill(
-                    DeviceFigures,
-                    run,
-                    sqnr_db=min((each.sqnr_db for each in judged if each.sqnr_db is not None), default=None),
-                    top1_agreement=min((each.agreed for each in judged if each.agreed is not None), default=None),
-                    accuracy=None if run.accuracy is None else run.accuracy.got,
-                    nodes_taken=run.provider_nodes.get(run.provider, 0),
-                    nodes=sum(run.provider_nodes.values()),
-                    same_as=None if origin == run.device else origin,
-                )
-            )
-        return tuple(figures)
-
     @property
     def placed(self) -> Placed | None:
         """Where the target's own provider put the nodes, by the strongest evidence available; None if there is none."""
@@ -137,11 +96,6 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
         # does.
         placements = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
         return min(filter(None, placements), key=lambda placed: Evidence(placed.evidence).rank, default=None)
-
-    @property
-    def comparison(self) -> tuple[DeviceFigures, ...]:
-        """The comparison of the devices that ran; empty if there is only one."""
-        return self.list_figures() if len(self.runs) > 1 else ()
 
     @property
     def advice(self) -> str | None:

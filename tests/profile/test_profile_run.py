@@ -26,7 +26,7 @@ from edgekit.profile.measure import give_advice
 from edgekit.profile.nodes import add_roof_shares, find_roof, find_source, list_sources
 from edgekit.profile.profile import find_causes, pair_layers
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
-from edgekit.report.profiles import describe_node, headline_profile, split_area
+from edgekit.report.profiles import describe_node, headline_profile
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
@@ -264,12 +264,6 @@ def test_layers_are_matched_through_fusion_and_quantization(tmp_path: Path) -> N
     rounded = (kernel("QuantizeLinear", 0.5, "x_q", kind="quantize and dequantize"),
                kernel("QLinearConv", 1.0, "conv"), kernel("DequantizeLinear", 0.25, "y_dq"))  # fmt: skip
     assert [(pair.a_ms, pair.b_ms) for pair in pair_layers(fused, a, rounded, b)] == [(2.0, 1.75)]
-
-
-def test_the_areas_of_a_treemap_are_proportional_to_their_weights() -> None:
-    parts = split_area([5.0, 3.0, 1.0, 1.0], (0.0, 0.0, 100.0, 50.0))
-    assert [round(width * height) for _, _, width, height in parts] == [2500, 1500, 500, 500]
-    assert split_area([], (0.0, 0.0, 1.0, 1.0)) == []
 
 
 def test_what_the_profiler_writes_between_kernels_is_told_apart() -> None:
