@@ -238,6 +238,8 @@ def _session_options(settings: SessionSettings) -> Any:
     options.graph_optimization_level = _LEVELS[settings.level]
     # Errors come as exceptions; the same text on stderr would be mixed with the lines of progress.
     options.log_severity_level = 4
+    # What checks shapes has no session: its warnings, as of a deprecated attribute, go to the logger of the process.
+    cast("Any", _ort).set_default_logger_severity(4)
     options.intra_op_num_threads, options.enable_cpu_mem_arena = settings.threads, settings.arena
     options.enable_mem_pattern = options.enable_mem_reuse = settings.one_block
     # Threads that spin while they wait for work cost as many CPU seconds as the work itself, and even more if other

@@ -120,3 +120,10 @@ def test_steps_of_a_model_without_state_are_refused() -> None:
     with pytest.raises(UsageError) as error:
         resolve_state(State(steps=2), [spec("x", 4)], [spec("y", 5, 3)])
     assert 'feeds = { "INPUT" = "OUTPUT" }' in (error.value.hint or "")
+
+
+def test_the_feeds_to_state_name_each_input_and_output_once() -> None:
+    takes, gives = [spec("x", 9), spec("a", 4), spec("b", 4)], [spec("y", 1), spec("p", 4), spec("q", 4)]
+    with pytest.raises(UsageError) as error:
+        resolve_state(State(steps=2), takes, gives)
+    assert '[state] feeds = { "a" = "p", "b" = "q" }' in (error.value.hint or "")

@@ -97,11 +97,14 @@ def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
         return f"feeds several inputs from '{again}'", "name one output for each input"
     if state.steps > 1 and not state.feeds:
         fault = "asks for steps, and by their names no output of the model feeds an input"
-        # The pairs of equal type and shape.
-        every = [(spec, out) for spec in inputs for out in outputs]
-        candidates = [(spec, out) for spec, out in every if (spec.dtype, spec.shape) == (out.dtype, out.shape)]
-        pairs = ", ".join(f'"{spec.name}" = "{out.name}"' for spec, out in candidates[:4]) or '"INPUT" = "OUTPUT"'
-        line = f"[state] feeds = {{ {pairs} }}, without what is no state"
+        # Each input with the next output that has its type and shape: exporters keep the order.
+        left = {out.name: out for out in outputs}
+        pairs = list[str]()
+        for spec in inputs:
+            if alike := [name for name, out in left.items() if (spec.dtype, spec.shape) == (out.dtype, out.shape)]:
+                pairs.append(f'"{spec.name}" = "{left.pop(alike[0]).name}"')
+        every = ", ".join(pairs) or '"INPUT" = "OUTPUT"'
+        line = f"[state] feeds = {{ {every} }}, without what is no state"
         return fault, f"say which does in a recipe (--recipe FILE): {line}"
     if state.steps > 1 and len(state.feeds) == len(inputs):
         return "feeds every input", "leave out the one that brings something new"

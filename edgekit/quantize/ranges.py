@@ -170,7 +170,7 @@ def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
         ops = sorted(node.op_type for node in nodes)
         if len(ops) == 1 and ops[0] in _BY_OP:
             readers[name] = _BY_OP[ops[0]]
-        elif ops in (["Elu"], ["Exp", "Max"]) and any(_is_elu(graph, name, node) for node in nodes):
+        elif ops in (["Elu"], ["Max", "Min"]) and all(_is_elu(graph, name, node) for node in nodes):
             readers[name] = _elu
         elif len(ops) == 2 and "Mul" in ops:
             readers.update((name, reader) for reader in _find_silu(graph, name, nodes))
@@ -178,11 +178,11 @@ def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
 
 
 def _is_elu(graph: Graph, name: str, node: Node) -> bool:
-    """Returns True for an Elu that ends at -1, or the Max(x, 0) that makes one with Exp(x) where a target has none."""
+    """Returns True for an Elu that ends at -1, or the Max(x, 0) and Min(x, 0) that make one where a target has none."""
     if node.op_type == "Elu":
         return node.number("alpha", 1.0) == 1
     others = [graph.constant(other) for other in node.input if other != name]
-    return node.op_type == "Max" and len(others) == 1 and others[0] is not None and not others[0].any()
+    return len(others) == 1 and others[0] is not None and not others[0].any()
 
 
 def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Nonlinearity]:

@@ -161,10 +161,10 @@ def test_the_parts_of_a_gelu_with_tanh_need_more_than_8_bits(body: str, count: i
 @pytest.mark.parametrize(
     ("body", "count"),
     [
-        ("e = Exp(h) d = Sub(e, one) l = Min(d, zero) m = Max(h, zero) z = Add(m, l)", 5),
-        ("e = Exp(h) f = Mul(e, a) d = Sub(f, a) l = Min(d, zero) m = Max(h, zero) z = Add(l, m)", 6),
-        ("e = Exp(h) d = Sub(e, one) l = Min(d, zero) m = Max(h, zero) z = Mul(m, l)", 0),
-        ("e = Exp(h) d = Sub(e, one) z = Min(d, zero)", 0),
+        ("n = Min(h, zero) e = Exp(n) l = Sub(e, one) m = Max(h, zero) z = Add(m, l)", 5),
+        ("n = Min(h, zero) e = Exp(n) f = Mul(e, a) l = Sub(f, a) m = Max(h, zero) z = Add(l, m)", 6),
+        ("n = Min(h, zero) e = Exp(n) l = Sub(e, one) m = Max(h, zero) z = Mul(m, l)", 0),
+        ("n = Min(h, zero) e = Exp(n) z = Sub(e, one)", 0),
     ],
 )
 def test_the_parts_of_an_elu_need_more_than_8_bits(body: str, count: int, tmp_path: Path) -> None:

@@ -291,15 +291,15 @@ def write_as_scaled_elu(writer: Writer) -> None:
 
 @node_rewrite("split-elu", {"Celu", "Elu", "Selu"}, since=13, floats=True)
 def split_elu(writer: Writer) -> None:
-    """Rewrites Elu(x) to Max(x, 0) + Min(alpha * Exp(x) - alpha, 0), and as above Celu and Selu. 1e-6 relative.
+    """Rewrites Elu(x) to Max(x, 0) + alpha * Exp(Min(x, 0)) - alpha, and as above Celu and Selu. 1e-6 relative.
 
-    Where Exp(x) is infinite, the second summand is 0 all the same.
+    Exp gets no positive number, so that it is never infinite and its range is 0 to 1.
     """
 
     def curve(x: str, alpha: float, part: str) -> str:
         zero, factor = writer.constants({"zero": 0, "alpha": alpha})
-        low = writer.add("Mul", [writer.add("Exp", [x], "raised"), factor], "lowered")
-        low = writer.add("Min", [writer.add("Sub", [low, factor], "moved"), zero], "low")
+        raised = writer.add("Exp", [writer.add("Min", [x, zero], "negative")], "raised")
+        low = writer.add("Sub", [writer.add("Mul", [raised, factor], "lowered"), factor], "low")
         return writer.add("Add", [writer.add("Max", [x, zero], "high"), low], part)
 
     _write_elu(writer, curve)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 
+import msgspec
 import numpy as np
 import onnx
 
@@ -379,6 +380,29 @@ def write_pads(writer: Writer) -> None:
     # ONNX Runtime's optimizer writes the default of auto_pad, too.
     need(given.get("auto_pad", "NOTSET") == "NOTSET" and not {"pads", "output_shape"} & given.keys())
     writer.copy(writer.node).attribute.append(onnx.helper.make_attribute("pads", [0] * 2 * (len(shape) - 2)))
+
+
+@node_rewrite("fixed-pads", {"ConvTranspose"})
+def fix_pads(writer: Writer) -> None:
+    """Writes the pads that ONNX computes from the `output_shape` or the `auto_pad` of a ConvTranspose.
+
+    tf2onnx writes an `output_shape`, which Core ML's provider refuses and other rewrites of ConvTranspose do not read.
+    """
+    graph, node, made, given = writer.graph, writer.node, writer.made[2:], dict(writer.node.attributes)
+    padding = given.pop("auto_pad", "NOTSET")
+    need(given.pop("output_shape", None) or padding in {"SAME_LOWER", "SAME_UPPER"})
+    given.pop("pads", None)
+    bare = msgspec.structs.replace(node, attributes=given)
+    size, kernel = writer.shape()[2:], known(graph.value(node.input[1]).static_shape)[2:]
+    need(len(size) == len(kernel) == len(made) and has_windows(bare, len(made)))
+    whole = place_windows(bare, size, kernel).sizes
+    surplus = [size - wanted for size, wanted in zip(whole, made, strict=True)]
+    need(all(each >= 0 for each in surplus))
+    smaller = [each // 2 for each in surplus]
+    larger = [each - half for each, half in zip(surplus, smaller, strict=True)]
+    # An odd pad lies at the end with SAME_UPPER, else at the beginning.
+    begins, ends = (smaller, larger) if padding == "SAME_UPPER" else (larger, smaller)
+    writer.add("ConvTranspose", node.input, **given, pads=[*begins, *ends])
 
 
 @node_rewrite("floor-pool", {"AveragePool", "MaxPool"}, since=10)

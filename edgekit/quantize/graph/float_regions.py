@@ -187,15 +187,16 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
 
 
 def _split_elu(graph: Graph, power: Node) -> list[Node]:
-    """Returns the nodes of Max(x, 0) + Min(a * Exp(x) - a, 0) around its Exp; [] if it belongs elsewhere."""
-    high = [node for node in graph.readers(power.input[0]) if node.op_type == "Max"]
-    found, node = [power, *high], power
+    """Returns the nodes of Max(x, 0) + a * Exp(Min(x, 0)) - a around its Exp; [] if it belongs elsewhere."""
+    low = [node for node in _producers(graph, power) if node.op_type == "Min"]
+    high = [node for made in low for node in graph.readers(made.input[0]) if node.op_type == "Max"]
+    found, node = [*low, power, *high], power
     while len(high) == 1 and len(readers := graph.readers(node.output[0])) == 1 and len(found) < _MOST_NODES:
         node = readers[0]
         found.append(node)
         if high[0].output[0] in node.input:
             return found if node.op_type == "Add" else []
-        if node.op_type not in {"Mul", "Sub", "Min"}:
+        if node.op_type not in {"Mul", "Sub"}:
             break
     return []
 
