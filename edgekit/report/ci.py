@@ -4,15 +4,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
+from rich.table import Table
+
 from edgekit.bench.bench import BenchReport
 from edgekit.evidence import Judgement, Verdict
-from edgekit.report.tables import format_or_dash
-from edgekit.report.text import list_verify_remarks
-from edgekit.report.timing import list_bench_remarks
+from edgekit.report.text import list_verify_remarks, table_verify
+from edgekit.report.timing import list_bench_remarks, table_bench
 from edgekit.verify.metrics.agreement import SHARED
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.task_scores import describe_difference, format_score
 
 # What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters.
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -118,59 +118,35 @@ _SIGNS: Mapping[Verdict, str] = {"pass": "✅", "fail": "❌", "not proven": "�
 
 def render_markdown(reports: Sequence[VerifyReport], others: Mapping[str, Judgement] = _NONE) -> str:
     """Returns verifications as GitHub's Markdown: a line for each verdict, a table of outputs, and the failures."""
-    lines = [line for report in reports for line in _describe(report)]
+    lines: list[str] = []
+    for report in reports:
+        lines += [_title(report.verdict, f"{report.bundle}: {report.verdict if report.runs else 'nothing ran'}"), ""]
+        lines += [*_list_rows(table_verify(report)), ""] if report.runs else []
+        advice = (report.advice,) if report.advice else ()
+        lines += [*_list_remarks((*list_verify_remarks(report), *advice)), ""]
     for name, found in others.items():
-        lines += [f"### {_SIGNS[found.verdict]} {_escape(name)}: {found.verdict}", ""]
+        lines += [_title(found.verdict, f"{name}: {found.verdict}"), ""]
         lines += [*_list_remarks((*found.failures, *found.unproven)), ""]
     return "\n".join(lines) + "\n"
 
 
 def render_bench_markdown(report: BenchReport) -> str:
     """Returns times as GitHub's Markdown: a table of runs by device and settings, then comparisons and warnings."""
-    against = "" if report.against is None else f" against {_escape(report.against)}"
-    lines = [f"### {_SIGNS['pass' if report.succeeded else 'fail']} {_escape(report.subject)}{against}", ""]
-    if report.runs:
-        lines += [
-            "| device | evidence | batch | at once | p50 ms | 95 % | p95 | p99 | per second | load ms | memory |",
-            "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
-        ]
-    for run in report.runs:
-        cells = [_escape(run.device), run.evidence.value, str(run.batch), str(run.concurrency)]
-        if run.failure is not None:
-            cells += ["**failed**", *("-" for _ in range(6))]
-        else:
-            low, high = run.interval_ms
-            cells += [f"{run.median_ms:.3g}", f"{low:.3g} to {high:.3g}", f"{run.p95_ms:.3g}", f"{run.p99_ms:.3g}"]
-            cells += [f"{run.throughput_per_s:.3g}", f"{run.load_ms:.0f}", f"{run.peak_rss_bytes / 1e6:.0f} MB"]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [""] if report.runs else []
+    against = "" if report.against is None else f" against {report.against}"
+    lines = [_title("pass" if report.succeeded else "fail", f"{report.subject}{against}"), ""]
+    lines += [*_list_rows(table_bench(report)), ""] if report.runs else []
     return "\n".join((*lines, *_list_remarks(list(list_bench_remarks(report))), "")) + "\n"
 
 
-def _describe(report: VerifyReport) -> Iterator[str]:
-    yield f"### {_SIGNS[report.verdict]} {_escape(report.bundle)}: {report.verdict if report.runs else 'nothing ran'}"
-    yield ""
-    if report.runs:
-        yield "| device | evidence | output | cosine | SQNR dB | top-1 | result |"
-        yield "|---|---|---|--:|--:|--:|---|"
-        for run in report.runs:
-            for output in run.outputs:
-                top1 = output.exact_match if output.agreed is None else output.agreed
-                figures = map(format_or_dash, (output.cosine, output.sqnr_db, top1), ("{:.5f}", "{:.1f}", "{:.1%}"))
-                verdict = "pass" if run.passed else f"**{run.verdict}**"
-                cells = (_escape(run.device), run.evidence.value, _escape(output.name), *figures, verdict)
-                yield f"| {' | '.join(cells)} |"
-            if not run.outputs:
-                yield f"| {_escape(run.device)} | {run.evidence.value} | - | - | - | - | {run.verdict} |"
-        yield ""
-    for run in report.runs:
-        if (task := run.task) is not None:
-            values = f"float {format_score(task, task.reference)}, here {format_score(task, task.got)}"
-            yield f"- {_escape(run.device)}: {_escape(task.name)} {values}, {describe_difference(task)} points"
-    yield from _list_remarks(list(list_verify_remarks(report)))
-    if report.advice:
-        yield f"- {_escape(report.advice)}"
-    yield ""
+def _title(verdict: Verdict, text: str) -> str:
+    return f"### {_SIGNS[verdict]} {_escape(text)}"
+
+
+def _list_rows(table: Table) -> Iterator[str]:
+    """Yields a table of the terminal in Markdown."""
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    head, *rows = (f"| {' | '.join(map(_escape, row))} |" for row in zip(*columns, strict=True))
+    yield from (head, "|---" * len(columns) + "|", *rows)
 
 
 def _list_remarks(remarks: Sequence[str]) -> Iterator[str]:

@@ -129,6 +129,8 @@ def table_verify(report: VerifyReport) -> Table:
             values = (output.cosine, output.sqnr_db, output.agreed, run.latency_ms.median if run.latency_ms else None)
             figures = map(format_or_dash, values, ("{:.5f}", "{:.1f} dB", "{:.1%}", "{:.1f}"))
             table.add_row(run.device, run.evidence.value, name, *figures, color_verdict(run.verdict), *accuracy)
+        if not run.outputs:
+            table.add_row(run.device, run.evidence.value, *("-" for _ in range(5)), color_verdict(run.verdict))
     for skip in report.skipped:
         table.add_row(skip.device, "-", "-", "-", "-", "-", "-", Text("skipped", _UNKNOWN))
     return table

@@ -61,14 +61,16 @@ def table_bench(report: BenchReport) -> Table:
     """Returns the times as a table: a row for each device."""
     # The mean is left out, because a single pause of the system changes it.
     varying = [column for column in _HEADINGS if any(getattr(run, column) not in {1, ""} for run in report.runs)]
-    columns = ["p50", "p95", "p99", "per second", "runs", "load", "first", "memory"]
+    columns = ["p50 (95 %)", "p95", "p99", "per second", "runs", "load", "first", "memory"]
     table = make_table("device", "evidence", "provider", *(_HEADINGS[settings] for settings in varying), *columns)
     for run in report.runs:
         settings = [str(getattr(run, column)) for column in varying]
         if run.failure is not None:
             table.add_row(run.device, run.evidence.value, run.provider, *settings, Text("failed", _BAD), *_NOTHING)
             continue
-        times = (f"{ms:.3g} ms" for ms in (run.median_ms, run.p95_ms, run.p99_ms))
+        low, high = run.interval_ms
+        median = f"{run.median_ms:.3g} ms ({low:.3g} to {high:.3g})"
+        times = (median, *(f"{ms:.3g} ms" for ms in (run.p95_ms, run.p99_ms)))
         rates = (f"{run.throughput_per_s:.3g}", str(run.iterations))
         starts = (f"{run.load_ms:.0f} ms", f"{run.first_ms:.3g} ms", f"{run.peak_rss_bytes / 1e6:.0f} MB")
         provider = run.provider.removesuffix("ExecutionProvider")

@@ -239,8 +239,9 @@ def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
 def test_in_markdown_each_output_is_a_row_and_each_reason_a_line() -> None:
     text = render_markdown((_report(GOOD, BAD, DEAD),))
     assert text.startswith("### \N{CROSS MARK} m-t: fail\n")
-    assert "| emulated | emulated | y | 0.99900 | 30.0 | 100.0% | pass |" in text
-    assert "| arm64 | emulated | y | 0.99900 | 30.0 | 100.0% | **fail** |" in text
+    assert "| emulated | emulated | y | 0.99900 | 30.0 dB | 100.0% | - | pass |" in text
+    assert "| arm64 | emulated | y | 0.99900 | 30.0 dB | 100.0% | - | fail |" in text
+    assert "| phone | emulated | - | - | - | - | - | fail |" in text
     assert "- phone: the device failed: the cable fell out" in text
     assert "- coreml skipped: no Mac; to run it: buy one" in text
     assert render_markdown((_report(GOOD), _report(GOOD))).count("pass\n") == 2
@@ -256,8 +257,9 @@ def test_bench_has_a_markdown_row_for_each_time_with_names_escaped() -> None:
     text = render_bench_markdown(BenchReport(subject="a*b", runs=(good, dead), notes=("x|y",)))
     rows = text.splitlines()
     assert rows[0] == "### ❌ a\\*b"
-    assert rows[4] == "| host | emulated | 4 | 1 | 12.3 | 12 to 13 | 14 | 15 | 320 | 100 | 50 MB |"
-    assert rows[5] == "| a\\|b | device | 1 | 1 | **failed** | - | - | - | - | - | - |"
+    times = r"12.3 ms \(12 to 13\) | 14 ms | 15 ms | 320 | 0 | 100 ms | 0 ms | 50 MB |"
+    assert rows[4] == f"| host | emulated | CPU | 4 | {times}"
+    assert rows[5] == "| a\\|b | device | CPU | 1 | failed | - | - | - | - | - | - | - |"
     assert len({row.replace("\\|", "").count("|") for row in rows[2:6]}) == 1
     assert "- a\\|b failed: it &lt;died&gt;" in rows
     assert render_bench_markdown(BenchReport(subject="n", runs=(good,))).startswith("### ✅ n")
@@ -299,6 +301,6 @@ def test_hostile_names_are_escaped_in_markdown_and_in_the_notebook_frame() -> No
     assert HOSTILE not in text
     assert "<script" not in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert all(line.replace("\\|", "").count("|") == 8 for line in rows)
+    assert all(line.replace("\\|", "").count("|") == 9 for line in rows)
     shown = ek.show(_hostile())._repr_html_()
     assert (shown.count("<"), shown.count(">")) == (2, 2)
