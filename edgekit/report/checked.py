@@ -1,11 +1,11 @@
-"""The check of a model for several targets: its report, its text, and its page with the nodes as a graph."""
+"""The check of a model for several targets: its report, its text, and its page with a box for each node."""
 
 import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
@@ -16,9 +16,8 @@ from edgekit.check.recommend import OrtOpinions, Recommendation, explain_differe
 from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement, JudgedNode, ModelNode, Placed, count_of
 from edgekit.devices.observe import Observed
 from edgekit.forecasts.forecast import ForecastReport
-from edgekit.progress import StageTime
 from edgekit.report import tables
-from edgekit.report.pages import Mark, make_page
+from edgekit.report.pages import make_page
 from edgekit.report.profiles import shorten
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import read_version
@@ -282,138 +281,64 @@ def describe_mispredictions(placed: Placed | None) -> Iterator[str]:
     yield f"{placed.device}: {taken}, {predicted} were predicted: {first}"
 
 
-_MAX_SEGMENTS = 200
-
 Place = Literal["taken", "left", "fatal"]
 
 
-def draw_stages(stages: Sequence[StageTime]) -> tuple[Mark, ...]:
-    """Returns a bar for each stage of a build, in order; its width is the share of the time, in percent."""
-    ends = list(accumulate((stage.seconds for stage in stages), initial=0.0))
-    total = ends[-1] or 1.0
-    return tuple(
-        Mark(
-            kind="taken odd" if index % 2 else "taken",
-            x=100 * start / total,
-            width=100 * stage.seconds / total,
-            title=f"{stage.stage}{f' for {stage.target}' if stage.target else ''}: {stage.seconds:.1f} s",
-        )
-        for index, (start, stage) in enumerate(zip(ends, stages, strict=False))
-    )
-
-
-def draw_strip(report: CheckReport) -> tuple[Mark, ...]:
-    """Returns a bar for each run of consecutive nodes with the same placement, in percent of all nodes.
-
-    If there are more than 200, the bars are of equal length instead. Adjacent partitions differ in shade ("odd").
-    """
-    nodes = report.node_list
-    segments = [list(group) for _, group in groupby(nodes, key=lambda node: (node.partition, node.fatal))]
-    if len(segments) > _MAX_SEGMENTS:
-        size = -(-len(nodes) // _MAX_SEGMENTS)
-        segments = [list(nodes[start : start + size]) for start in range(0, len(nodes), size)]
-    marks: list[Mark] = []
-    start = 0
-    for part in segments:
-        first = next((node for node in part if not node.taken), part[0])
-        partition = first.partition
-        where = "the session fails" if first.fatal else "CPU" if partition is None else f"partition {partition}"
-        kind = f"{_place(first)}{' odd' if (partition or 0) % 2 else ''}"
-        title = f"{where}: {len(part)} nodes, from {part[0].op} {part[0].name}"
-        x, width = (100 * count / len(nodes) for count in (start, len(part)))
-        marks.append(Mark(kind=kind, x=x, width=width, title=title))
-        start += len(part)
-    return tuple(marks)
-
-
-CHIP_WIDTH = 150
-_PITCH_X, _PITCH_Y, _CHIP_HEIGHT, _MARGIN = 164, 40, 26, 8
 # About a screen of nodes; blocks of more are collapsed.
 _OPEN_NODES = 60
 # A browser lays out every node, visible or not.
 _MAX_NODES = 5000
-_MAX_LABEL = 22
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive nodes with the same placement, as boxes (`chips`); `edges` is an SVG path between the boxes."""
+    """Consecutive nodes with the same placement: how many there are, and those that are drawn.
+
+    Blocks of adjacent partitions differ in shade (`is_odd`).
+    """
 
     place: Place
+    is_odd: bool
     summary: str
     is_open: bool
-    width: int
-    height: int
-    chips: tuple[Mark, ...]
-    edges: str
+    count: int
+    nodes: tuple[CheckedNode, ...]
 
 
-def draw_blocks(report: CheckReport) -> Iterator[Block]:
-    """Yields the blocks of a report in the order of the graph; at most 5000 nodes are drawn."""
-    total = sum(node.macs for node in report.node_list)
-    shown = report.node_list[:_MAX_NODES]
-    every_open = len(shown) <= _OPEN_NODES
+def list_blocks(report: CheckReport) -> Iterator[Block]:
+    """Yields the blocks of a report in the order of the graph; at most 5000 nodes in all are drawn."""
+    total, left = sum(node.macs for node in report.node_list), _MAX_NODES
     # A partition may continue after other partitions in the order of the graph: then it has several blocks.
-    for _, members in groupby(shown, key=lambda node: (node.partition, node.fatal)):
+    for _, members in groupby(report.node_list, key=lambda node: (node.partition, node.fatal)):
         nodes = tuple(members)
-        yield _draw_block(nodes, total, is_open=every_open or (not nodes[0].taken and len(nodes) <= _OPEN_NODES))
+        place, partition = find_place(nodes[0]), nodes[0].partition
+        where = "left to the CPU" if partition is None else f"partition {partition}"
+        where = "the session fails here" if place == "fatal" else where
+        work = f", {sum(node.macs for node in nodes) / total:.1%} of MACs" if total else ""
+        counts = Counter(node.op for node in nodes).most_common()
+        ops = _name_few([f"{count} {op}" for op, count in counts], 4, "")
+        yield Block(
+            place=place,
+            is_odd=bool((partition or 0) % 2),
+            summary=f"{where}: {count_of(len(nodes), 'node')}{work} ({ops})",
+            is_open=report.nodes <= _OPEN_NODES or (place != "taken" and len(nodes) <= _OPEN_NODES),
+            count=len(nodes),
+            nodes=nodes[:left],
+        )
+        left = max(0, left - len(nodes))
 
 
-def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> Block:
-    # Column and row of each node: the row below all nodes of this block that it reads, and the first free column there.
-    positions: list[tuple[int, int]] = []
-    indices: dict[str, int] = {}
-    used: Counter[int] = Counter()
-    edges: list[str] = []
-    for index, node in enumerate(nodes):
-        before = [positions[indices[name]] for name in node.reads if name in indices]
-        row = max((y + 1 for _, y in before), default=0)
-        positions.append((used[row], row))
-        indices[node.name] = index
-        used[row] += 1
-        for source in before:
-            (x1, y1), (x2, y2) = _centre(source, bottom=True), _centre(positions[index], bottom=False)
-            middle = (y1 + y2) // 2
-            edges.append(f"M{x1} {y1}C{x1} {middle} {x2} {middle} {x2} {y2}")
-    first = nodes[0]
-    where = "left to the CPU" if first.partition is None else f"partition {first.partition}"
-    where = "the session fails here" if first.fatal else where
-    work = f", {sum(node.macs for node in nodes) / total:.1%} of MACs" if total else ""
-    counts = Counter(node.op for node in nodes)
-    ranked = [f"{counts[op]} {op}" for op in sorted(counts, key=lambda op: (-counts[op], op))]
-    ops = ", ".join(ranked if len(ranked) <= 4 else [*ranked[:4], "…"])
-    return Block(
-        place=_place(first),
-        summary=f"{where}: {count_of(len(nodes), 'node')}{work} ({ops})",
-        is_open=is_open,
-        width=max(used.values()) * _PITCH_X + 2 * _MARGIN,
-        height=len(used) * _PITCH_Y + 2 * _MARGIN,
-        chips=tuple(
-            Mark(
-                x=positions[index][0] * _PITCH_X + _MARGIN,
-                y=positions[index][1] * _PITCH_Y + _MARGIN,
-                kind=_place(node),
-                label=node.op if len(node.op) <= _MAX_LABEL else f"{node.op[: _MAX_LABEL - 1]}…",
-                title="\n".join(_describe(node)),
-            )
-            for index, node in enumerate(nodes)
-        ),
-        edges=" ".join(edges),
-    )
-
-
-def _centre(position: tuple[int, int], *, bottom: bool) -> tuple[int, int]:
-    x = position[0] * _PITCH_X + _MARGIN + CHIP_WIDTH // 2
-    return x, position[1] * _PITCH_Y + _MARGIN + (_CHIP_HEIGHT if bottom else 0)
-
-
-def _place(node: CheckedNode) -> Place:
+def find_place(node: CheckedNode) -> Place:
+    """Returns where a node is computed, or that the session fails because of it."""
     return "fatal" if node.fatal else "taken" if node.taken else "left"
 
 
-def _describe(node: CheckedNode) -> Iterator[str]:
+def list_facts(node: CheckedNode) -> Iterator[str]:
+    """Yields the lines of a node's tooltip: its name, its work, what it reads, and why it is not taken."""
     yield f"{node.op} {node.name}"
     yield f"{node.macs:,} MACs, {node.bytes:,} bytes"
     yield "taken" if node.taken else "makes the session fail" if node.fatal else "left to the CPU"
+    if node.reads:
+        yield f"reads {', '.join(node.reads)}"
     yield from node.reasons
     yield from (f"risk: {risk}" for risk in node.risks)
 

@@ -32,7 +32,7 @@ from edgekit.profile.nodes import add_roof_shares, list_nodes, list_operators, l
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.recipe import Data, Recipe
-from edgekit.report.checked import CheckSummary, draw_blocks, draw_strip, render_check
+from edgekit.report.checked import CheckSummary, list_blocks, list_facts, render_check
 from edgekit.report.forecasts import render_forecast
 from edgekit.report.html import (
     Picture,
@@ -235,14 +235,18 @@ def test_a_bar_of_a_forecast_names_its_device(pages: dict[str, str], browser: Br
 
 def test_the_placement_strip_shows_partitions_and_cpu_in_order(pages: dict[str, str], browser: Browser) -> None:
     check = check_model(load_model(MODEL), load_target("coreml"))
-    stretches = draw_strip(check)
-    assert {part.kind for part in stretches} == {"taken", "left", "taken odd"}
-    assert sum(part.width for part in stretches) == pytest.approx(100)
-    assert [part.title.split(":")[0] for part in stretches] == ["partition 0", "CPU", "partition 1"]
+    blocks = list(list_blocks(check))
+    assert [(block.place, block.is_odd) for block in blocks] == [("taken", False), ("left", False), ("taken", True)]
+    assert sum(block.count for block in blocks) == check.nodes
     browser.open(pages["check"])
-    assert len(browser.find(".strip i")) == len(stretches)
-    many = replace(check, node_list=tuple(replace(check.node_list[0], partition=at) for at in range(1000)))
-    assert len(draw_strip(many)) == 200
+    parts = browser.find(".strip i")
+    assert [part.get_attribute("title").split(":")[0] for part in parts] == [
+        "partition 0", "left to the CPU", "partition 1"
+    ]  # fmt: skip
+    widths = [part.rect["width"] for part in parts]
+    assert widths == pytest.approx([sum(widths) * block.count / check.nodes for block in blocks], abs=2)
+    many = replace(check, node_list=tuple(replace(check.node_list[0], partition=at) for at in range(6000)))
+    assert sum(len(block.nodes) for block in list_blocks(many)) == 5000
 
 
 def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: Browser) -> None:
@@ -369,13 +373,10 @@ def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: Browser, 
     assert len(browser.find("details.graph")) == len(find_group("all"))
 
 
-def test_the_graph_has_a_block_for_each_partition_and_a_row_for_each_depth() -> None:
-    blocks = list(draw_blocks(_check_of(_node(0), _node(1), _node(2, taken=False), _node(3))))
-    assert [(block.place, len(block.chips)) for block in blocks] == [("taken", 2), ("left", 1), ("taken", 1)]
-    first, second = blocks[0].chips
-    assert first.x == second.x
-    assert first.y < second.y
-    assert blocks[0].edges.startswith("M")
+def test_the_graph_has_a_block_for_each_partition_and_a_node_tells_what_it_reads() -> None:
+    blocks = list(list_blocks(_check_of(_node(0), _node(1), _node(2, taken=False), _node(3))))
+    assert [(block.place, len(block.nodes)) for block in blocks] == [("taken", 2), ("left", 1), ("taken", 1)]
+    assert list(list_facts(blocks[1].nodes[0])) == ["Conv n2", "10 MACs, 10 bytes", "left to the CPU", "reads n1"]
     assert "2 nodes, 50.0% of MACs (2 Conv)" in blocks[0].summary
 
 
