@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -49,42 +50,25 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 def place_bars(steps: Sequence[AttributionStep]) -> tuple[tuple[AttributionStep, Mark], ...]:
     """Returns each step with its bar of a waterfall chart, in percent of the chart's width.
 
-    A bar's label is the share of all added error that the step adds, or takes back; the added shares sum to 100 %.
+    A bar's label is the share of all added error that the step adds, or takes back.
     """
-    ends, level = [0.0], 0.0
-    for step in steps:
-        level += step.noise_share or 0.0
-        ends.append(level)
-    # Without any loss all ends are 0, and the scale would divide by zero.
-    low, high = min(ends), max(*ends, 1e-9)
+    parts = [step.noise_share or 0.0 for step in steps]
+    ends = list(accumulate(parts, initial=0.0))
+    # Without any loss all ends are 0, and the scales would divide by zero.
+    low, high, added = min(ends), max(*ends, 1e-9), max(sum(part for part in parts if part > 0), 1e-9)
     scale = 100.0 / (high - low)
     bars: list[tuple[AttributionStep, Mark]] = []
-    shares = share_out([step.noise_share for step in steps])
-    for step, share, start, end in zip(steps, shares, ends, ends[1:], strict=False):
-        is_gain = end < start
+    for step, part, start in zip(steps, parts, ends, strict=False):
+        share = f"{abs(part) / added:.0%}"
         bar = Mark(
-            x=(min(start, end) - low) * scale,
+            x=(min(start, start + part) - low) * scale,
             # A step that changes nothing still needs a visible bar.
-            width=max(abs(end - start) * scale, 0.4),
-            kind="gain" if is_gain else "loss",
-            label="-" if share is None else f"takes {share}% back" if is_gain else f"{share}%",
+            width=max(abs(part) * scale, 0.4),
+            kind="gain" if part < 0 else "loss",
+            label="-" if step.noise_share is None else f"takes {share} back" if part < 0 else share,
         )
         bars.append((step, bar))
     return tuple(bars)
-
-
-def share_out(parts: Sequence[float | None]) -> list[int | None]:
-    """Returns parts as integer percentages of the sum of the positive ones; the positive ones sum to exactly 100."""
-    if not (total_gain := sum(part for part in parts if part and part > 0)):
-        return [None if part is None else 0 for part in parts]
-    exact = [None if part is None else 100 * abs(part) / total_gain for part in parts]
-    percents = [None if value is None else int(value) for value in exact]
-    positive = [index for index, part in enumerate(parts) if part and part > 0]
-    # Largest remainders first (Hamilton's method), so that no share is off by more than one.
-    missing = 100 - sum(percents[index] or 0 for index in positive)
-    for index in sorted(positive, key=lambda index: (exact[index] or 0) % 1, reverse=True)[:missing]:
-        percents[index] = (percents[index] or 0) + 1
-    return percents
 
 
 def place_layers(layers: Sequence[LayerReport], located: Located | None = None) -> Chart:

@@ -23,15 +23,9 @@ from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX
-from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.changes import describe_pairs
+from edgekit.verify.metrics.changes import describe_pairs, explains
 from edgekit.verify.metrics.compare import read_first
-from edgekit.verify.metrics.tensor_metrics import Floats
 
-# How much better the outputs must fit once the mistake is undone, for it to be named.
-_GAIN_DB = 15.0
-# With the mistake undone, the error must look like that of a quantized model: targets ask for 12 to 25 dB.
-_FIT_DB = 20.0
 _SAMPLES = 4
 _OVERFLOW = (
     "overflows in half precision, where the float model does not: a value inside lies beyond 65504, or one below 3e-8,"
@@ -39,8 +33,6 @@ _OVERFLOW = (
     " edgekit compare SOURCE MODEL --layers names the layer; scale its values, or leave it in float32 where the target"
     " computes that: build again with samples that reach as far, or with --precision fp32"
 )
-
-_Pairs = Sequence[tuple[Floats, Floats]]
 
 
 def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_half: bool = False) -> dict[str, str]:
@@ -51,14 +43,12 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
     """
     rows, suspects = read_first(_SAMPLES, reference, got), dict[str, str]()
     for name in names if rows else ():
-        sides = [(wanted[name], found[name]) for wanted, found in rows if name in wanted and name in found]
         pairs = _pair(rows, name, name)
-        unchanged = _fit(pairs)
-        swapped = (other for other in rows[0][1] if _explains(_fit(_pair(rows, name, other)), unchanged))
+        swapped = (other for other in rows[0][1] if explains(_pair(rows, name, other), pairs))
         # The likeliest mistake first.
-        if is_half and any(_overflows(*pair) for pair in sides):
+        if is_half and any(_overflows(*pair) for pair in pairs):
             suspects[name] = _OVERFLOW
-        elif pairs and (change := describe_pairs(sides)):
+        elif change := describe_pairs(pairs):
             suspects[name] = change
         elif (other := next(swapped, None)) is not None:
             suspects[name] = f"came back as '{other}': the outputs are swapped"
@@ -75,13 +65,13 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
         # A compiled context is an ONNX file too, but does not open on the CPU.
         session = CpuSession(model, SessionSettings(level=Level.DISABLED))
 
-        def fit(change: Callable[[Array], Array]) -> float:
+        def run(change: Callable[[Array], Array]) -> list[tuple[Array, Array]]:
             made = (session.run({name: change(value) if value.dtype.kind == "f" else value
                                  for name, value in sample.items()}) for sample, _ in rows)  # fmt: skip
-            return _fit(_pair([(one, found) for one, (_, found) in zip(made, rows, strict=True)], output, output))
+            return _pair([(one, found) for one, (_, found) in zip(made, rows, strict=True)], output, output)
 
-        unchanged = fit(lambda value: value)
-        words = next((words for words, change in _MISTAKES.items() if _explains(fit(change), unchanged)), None)
+        unchanged = run(lambda value: value)
+        words = next((words for words, change in _MISTAKES.items() if explains(run(change), unchanged)), None)
     except EdgekitError:
         return None
     return None if words is None else f"is what the float model makes of inputs {words}: look at the preprocessing"
@@ -95,30 +85,10 @@ def _overflows(wanted: Array, found: Array) -> bool:
     return bool((np.abs(wanted) < HALF_MAX).all()) and not (np.abs(found) < HALF_MAX).all()
 
 
-def _explains(fit: float, unchanged: float) -> bool:
-    return fit > _FIT_DB and fit > unchanged + _GAIN_DB
-
-
-def _fit(pairs: _Pairs) -> float:
-    if not pairs:
-        return -metrics.DB_LIMIT
-    return metrics.sqnr_db([metrics.measure_errors(wanted, found) for wanted, found in pairs])
-
-
-def _pair(rows: Sequence[tuple[Tensors, ...]], name: str, other: str) -> _Pairs:
-    """Returns reference and output, flat, of the samples in which both are numbers of the same shape."""
-    pairs: list[tuple[Floats, Floats]] = []
-    for wanted, found in rows:
-        first, second = wanted.get(name), found.get(other)
-        if first is None or second is None or first.shape != second.shape or first.size < 2:
-            return ()
-        if not is_numeric(first) or not is_numeric(second):
-            return ()
-        flat = (first.astype(np.float64).ravel(), second.astype(np.float64).ravel())
-        if not (np.isfinite(flat[0]).all() and np.isfinite(flat[1]).all()):
-            return ()
-        pairs.append(flat)
-    return pairs
+def _pair(rows: Sequence[tuple[Tensors, ...]], name: str, other: str) -> list[tuple[Array, Array]]:
+    """Returns the output `name` of the reference beside the output `other` that came back, where both are numbers."""
+    there = [(wanted[name], found[other]) for wanted, found in rows if name in wanted and other in found]
+    return [pair for pair in there if all(map(is_numeric, pair))]
 
 
 def _reverse_channels(value: Array) -> Array:

@@ -44,7 +44,6 @@ from edgekit.report.html import (
     render_comparison,
     render_quantization,
     render_verify,
-    share_out,
 )
 from edgekit.report.profiles import HUES, MAX_SPANS, render_profile
 from edgekit.report.text import describe_verified, headline_build, headline_verify
@@ -304,11 +303,12 @@ def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
     assert describe_verified(_build(bundles=(passing,), golden_samples=400)).startswith("400 kept back, of which 8 ran")
 
 
-def test_shares_add_up_to_a_hundred_and_bars_begin_where_the_step_before_ended() -> None:
+def test_bars_tell_the_share_of_the_added_error_and_begin_where_the_step_before_ended() -> None:
     steps = [AttributionStep(step="quantize", sqnr_db=1.0, top1_agreement=None, accuracy=None, noise_share=part)
              for part in (1.27, 0.4, -0.67, 0.4)]  # fmt: skip
-    assert [bar.label for _, bar in place_bars(steps)] == ["62%", "19%", "takes 32% back", "19%"]
-    assert [share_out([None]), share_out([0.0, -1.0]), share_out([1 / 3] * 3)] == [[None], [0, 0], [34, 33, 33]]
+    assert [bar.label for _, bar in place_bars(steps)] == ["61%", "19%", "takes 32% back", "19%"]
+    unknown = place_bars([replace(steps[0], noise_share=part) for part in (None, 0.0)])
+    assert [bar.label for _, bar in unknown] == ["-", "0%"]
     bars = [bar for _, bar in place_bars(STEPS)]
     assert [bar.kind for bar in bars] == ["loss", "loss", "gain"]
     assert bars[2].x + bars[2].width == pytest.approx(bars[1].x + bars[1].width)

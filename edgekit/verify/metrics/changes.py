@@ -11,7 +11,7 @@ import numpy as np
 
 from edgekit.model.tensors import Array
 from edgekit.quantize.ranges import softmax
-from edgekit.verify.metrics.tensor_metrics import Floats, decibels
+from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, Floats, decibels
 
 # With the change made, the error must look like that of a quantized model (targets ask for 12 to 25 dB), and it must be
 # clearly smaller than before.
@@ -29,11 +29,13 @@ _BINS = 256
 _TINY = 1e-300
 
 _HALF_MAX = float(np.finfo(np.float16).max)
+_Pair = tuple[Array, Array]
+"""What a tensor should be in a sample, and what it is."""
 _Change = tuple[str, Floats, Floats]
 """A kind of change in words, the values that it gives, and those of the values that came back which it explains."""
 
 
-def describe_pairs(pairs: Sequence[tuple[Array, Array]]) -> str:
+def describe_pairs(pairs: Sequence[_Pair]) -> str:
     """Returns in what way the second arrays are not the first ones, over all samples of the first one's shape."""
     alike = [pair for pair in pairs if pair[0].shape == pair[1].shape == pairs[0][0].shape]
     join = np.concatenate if alike and alike[0][0].shape[:1] == (1,) else np.stack
@@ -55,9 +57,27 @@ def describe_change(wanted: Array, found: Array) -> str:
         # The sum of -0 and 0 is 0.
         value = float(other.flat[0]) + 0.0
         return f"is {value:.3g} everywhere: look for weights or inputs of zero" if np.ptp(one) else ""
-    unchanged = _fit(one, other)
-    fits = ((words, _fit(made, part)) for words, made, part in _list_changes(one, other))
-    return next((words for words, fit in fits if fit > max(_LEAST_FIT_DB, unchanged + _LEAST_GAIN_DB)), "")
+    changes, unchanged = _list_changes(one, other), _fit(one, other)
+    return next((words for words, made, part in changes if _is_better(_fit(made, part), unchanged)), "")
+
+
+def explains(made: Sequence[_Pair], before: Sequence[_Pair]) -> bool:
+    """Returns True if each second array of `made` is nearly its first one, and much nearer than in `before`.
+
+    Arrays that are not finite, or of different shapes, are not explained.
+    """
+    return _is_better(_fit_pairs(made), _fit_pairs(before))
+
+
+def _is_better(fit: float, unchanged: float) -> bool:
+    return fit > max(_LEAST_FIT_DB, unchanged + _LEAST_GAIN_DB)
+
+
+def _fit_pairs(pairs: Sequence[_Pair]) -> float:
+    if not pairs or any(one.shape != two.shape for one, two in pairs):
+        return -DB_LIMIT
+    made, found = (np.concatenate([pair[side].astype(np.float64).ravel() for pair in pairs]) for side in (0, 1))
+    return _fit(made, found) if np.isfinite(made).all() and np.isfinite(found).all() and found.size else -DB_LIMIT
 
 
 def _fit(made: Floats, found: Floats) -> float:
