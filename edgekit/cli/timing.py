@@ -22,7 +22,7 @@ from edgekit.jobs.forecast import CpuTime, forecast, parse_cpu_times, parse_meas
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.profile.measure import ProfileOptions
-from edgekit.profile.profile import encode_chrome, profile_on
+from edgekit.profile.profile import profile_on
 from edgekit.profile.report import ProfileReport
 from edgekit.progress import Progress
 from edgekit.report import forecasts as text
@@ -163,7 +163,7 @@ def profile_command(
     top: Annotated[int, number("Show N rows of each table (15).", 1, 10_000, metavar="N", default=15)],
     trace: Annotated[
         Path | None,
-        Option("Write the runs for Perfetto; ONNX Runtime's own file goes beside it, FILE.ort.json.", "FILE"),
+        Option("Write the file of ONNX Runtime's profiler, which Perfetto opens; a second one is FILE.1.json.", "FILE"),
     ],
     html: options.HtmlFile,
     no_roofline: Annotated[bool, Option("Do not measure the machine's roofline (its peak rates).")],
@@ -195,10 +195,8 @@ def profile_command(
     )
     result = profile_on(subject, choice, profile_options, opening, against=against, progress=progress)
     if trace is not None:
-        write_file(trace, encode_chrome(result.profiled))
-        for number, one in enumerate(result.profiled):
-            if one.raw:
-                write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
+        for number, raw in enumerate(one.raw for one in result.profiled if one.raw):
+            write_file(trace.with_suffix(f".{number}.json") if number else trace, raw)
     options.write_page(html, lambda: profiles.render_profile(result))
     return Answer(result.report, lambda: show_profile(result.report, top), result.report.succeeded)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,7 +15,6 @@ from edgekit.devices.parallel import run_each
 from edgekit.graph.graph import Graph
 from edgekit.profile import report as reports
 from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject
-from edgekit.profile.nodes import count_work
 from edgekit.profile.report import Cause, DeviceProfile, LayerPair, NodeTime
 from edgekit.progress import Progress
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, match_tensors, sort_nodes
@@ -302,53 +300,3 @@ def _layers(sides: SlowAndFast) -> Iterator[Cause]:
 
 def _name(nodes: Iterable[NodeTime]) -> tuple[str, ...]:
     return tuple(node.name for node in sorted(nodes, key=lambda node: -node.self_ms)[:_MAX_NAMED])
-
-
-# Writes runs as a file in Chrome's trace format, which Perfetto and chrome://tracing open.
-#
-# The format: "Trace Event Format", google/catapult. ONNX Runtime's own file has this format too, but it holds one
-# session with its warm-up, and no names of processes and threads.
-
-_RUNS_THREAD = 0
-
-
-def encode_chrome(profiled: Sequence[Profiled]) -> bytes:
-    """Returns a trace file: a process for each profile, with a track for its runs and one for each thread.
-
-    The runs of a profile follow each other without the pauses between them.
-    """
-    events = [event for number, one in enumerate(profiled, 1) for event in _list_events(number, one)]
-    facts = {"made by": "edgekit profile", "devices": ", ".join(one.profile.device for one in profiled)}
-    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
-
-
-def _list_events(process: int, one: Profiled) -> Iterator[dict[str, Any]]:
-    name = f"{one.profile.subject} on {one.profile.device}"
-    yield {"ph": "M", "pid": process, "tid": _RUNS_THREAD, "name": "process_name", "args": {"name": name}}
-    # The threads of each run, numbered in the order in which they began; each session has its own.
-    threads_by_run = (dict.fromkeys(step.thread for step in run.steps) for run in one.executions)
-    threads = [{thread: index for index, thread in enumerate(each, 1)} for each in threads_by_run]
-    for index in range(max(map(len, threads), default=0) + 1):
-        label = f"thread {index}" if index != _RUNS_THREAD else "runs"
-        yield {"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": label}}
-    start = 0
-    for number, (run, numbers) in enumerate(zip(one.executions, threads, strict=True)):
-        spans = [(_RUNS_THREAD, f"run {number}", "run", start, run.duration_us, dict[str, Any]())]
-        for step in run.steps:
-            facts = {
-                "node": step.name,
-                "provider": step.provider,
-                "self_us": step.self_us,
-                "inputs": " ".join(map(str, step.inputs)),
-                "outputs": " ".join(map(str, step.outputs)),
-                "macs": count_work(step),
-                "bytes": step.bytes,
-            }
-            begin = step.start_us + start - run.start_us
-            spans.append((numbers[step.thread], step.op, step.name, begin, step.duration_us, facts))
-        for thread, title, category, begin, duration, facts in spans:
-            yield {
-                "ph": "X", "pid": process, "tid": thread, "name": title, "cat": category, "ts": begin,
-                "dur": duration, "args": facts,
-            }  # fmt: skip
-        start += run.duration_us

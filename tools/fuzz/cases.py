@@ -321,7 +321,7 @@ def _profile(case: Case) -> list[str]:
     subject = case.rng.choice((case.model, case.bundle))()
     more = [*case.file(0.3, "--against", "models/net.onnx"), *case.option(0.2, "--target", "cpu", "nnapi")]
     more += [*case.option(0.3, "--top", "1", "0", "9"), *case.some(0.5, "--html", "page.html")]
-    case.writes |= {"page.html", "trace.json", "trace.ort.json", "trace.ort1.json"}
+    case.writes |= {"page.html", "trace.json", "trace.1.json"}
     return [
         subject, "--on", "host", "--runs", "1", "--seconds", "0.2", "--no-roofline",
         *case.dims(), *case.some(0.5, "--trace", "trace.json"), *more,
