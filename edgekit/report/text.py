@@ -326,18 +326,6 @@ def headline_build(report: BuildReport) -> str:
     return f"{headline}; {not_passed.target}: {reason}.{step}"
 
 
-def describe_verified(report: BuildReport) -> str:
-    """Returns how many samples were held out, and how many of them ran on the devices."""
-    held_out = report.golden_samples
-    runs = [run for bundle in report.bundles if bundle.verify is not None for run in bundle.verify.runs]
-    if not (counts := [run.samples for run in runs]):
-        return f"{held_out} kept back to verify"
-    if min(counts) == held_out:
-        return f"{held_out} others verified on each device"
-    ran = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    return f"{held_out} kept back, of which {ran} ran on each device"
-
-
 _NEXT: Mapping[str, str] = {
     "run": "edgekit devices test {device} says whether the device works at all",
     "output": "edgekit compare SOURCE MODEL --data DATA --layers names the layer; --precision int16 or fp16 loses less",

@@ -1,4 +1,4 @@
-"""Times as tables, time series and a page: benchmarks, and searches for settings with the Pareto front."""
+"""Times as tables, time series and a page: benchmarks, and searches for settings."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from edgekit.bench.latency import Ratio
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.report import tables
-from edgekit.report.pages import Chart, LogAxis, Mark, make_page
+from edgekit.report.pages import make_page
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.tune.race import Entrant
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
@@ -135,7 +135,7 @@ def describe_ratio(ratio: Ratio) -> str:
 def list_tables(report: TuneReport) -> Iterator[Table]:
     """Yields two tables: the races, and every setting that was measured.
 
-    A race has its last challenger, the cost of that, and why it was taken or not. A star marks the Pareto front.
+    A race has its last challenger, the cost of that, and why it was taken or not.
     """
     table = make_table("race", "last challenger", "cost", "taken", "why")
     for race in report.decisions:
@@ -145,7 +145,7 @@ def list_tables(report: TuneReport) -> Iterator[Table]:
     yield table
     table = make_table("setting", "p50", "p99", "per second", "load", "first", "memory", "SQNR", "times")
     for one in report.tried:
-        name = f"* {one.entrant.name}" if one.pareto else one.entrant.name
+        name = one.entrant.name
         if one.fault is not None:
             table.add_row(name, Text(one.fault, "red"), *("-" for _ in range(6)), str(one.measurements))
             continue
@@ -203,43 +203,6 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
     yield f"{report.measurements} sessions were measured in {used}{rest}"
     if report.applied:
         yield f"written: {report.applied}"
-
-
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 965.0, 16.0, 280.0
-# Settings whose outputs have a lower SQNR are drawn in another colour.
-_LOSSY_DB = 80.0
-
-
-def draw_front(report: TuneReport) -> Chart | None:
-    """Returns a chart of settings by latency (x) and memory (y), with the Pareto front; None if fewer than two ran."""
-    valid = [one for one in report.tried if one.fault is None and one.median_ms > 0 and one.peak_rss_bytes > 0]
-    if len(valid) < 2:
-        return None
-    across = LogAxis.fit([one.median_ms for one in valid], _LEFT, _RIGHT)
-    up = LogAxis.fit([one.peak_rss_bytes for one in valid], _BOTTOM, _TOP)
-    marks: list[Mark] = []
-    for one in valid:
-        is_lossy, is_chosen = one.sqnr_db is not None and one.sqnr_db < _LOSSY_DB, one.entrant == report.chosen
-        kinds = {"front": one.pareto, "lossy": is_lossy, "chosen": is_chosen}
-        mark = Mark(
-            x=across.place(one.median_ms),
-            y=up.place(one.peak_rss_bytes),
-            radius=7 if is_chosen else 5,
-            kind=" ".join(kind for kind, holds in kinds.items() if holds),
-            title=f"{one.entrant.name}: {one.median_ms:.3g} ms, {format_bytes(one.peak_rss_bytes)},"
-            f" outputs {describe_nearness(one)}",
-        )
-        marks.append(mark)
-    line = sorted((mark for mark in marks if "front" in mark.kind), key=lambda mark: mark.x)
-    ticks = [[10.0 ** (axis.low + (axis.high - axis.low) * step / 4) for step in range(5)] for axis in (across, up)]
-    columns, rows = ([(axis.place(value), value) for value in at] for axis, at in zip((across, up), ticks, strict=True))
-    return Chart(
-        marks=tuple(marks),
-        lines={"front": " ".join(f"{mark.x},{mark.y}" for mark in line)},
-        columns=tuple((x, f"{value:.3g} ms") for x, value in columns),
-        rows=tuple((y, format_bytes(int(value))) for y, value in rows),
-        edges=(_LEFT, _RIGHT, _TOP, _BOTTOM),
-    )
 
 
 def render_tuning(report: TuneReport) -> str:

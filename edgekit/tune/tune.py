@@ -36,15 +36,11 @@ from edgekit.tune.space import BATCHES, Circumstances, Goal, Group, has_branches
 
 
 class TriedSetting(race.Figures, frozen=True, kw_only=True):
-    """A setting with the medians of all its measurements, and whether it is Pareto-optimal.
-
-    `pareto` is true if no other setting is at least as good in latency, memory and accuracy, and better in one of them.
-    """
+    """A setting with the medians of all its measurements."""
 
     entrant: Entrant
     measurements: int
     throughput_per_s: float = 0.0
-    pareto: bool = False
 
 
 class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,7 +294,7 @@ def _describe(search: _Search, chosen: Entrant, decisions: Sequence[Decision], f
         chosen=DEFAULTS if refusal else chosen,
         final=None if isinstance(final, str) else final,
         decisions=tuple(decisions),
-        tried=mark_pareto(tuple(tried.values())),
+        tried=tuple(tried.values()),
         versions=dict(sorted(search.first.run.versions.items())),
         notes=(*search.notes, *filter(None, (not_raced, not_chosen))),
     )
@@ -399,20 +395,4 @@ def _summarize(entrant: Entrant, measured: Sequence[Measurement]) -> TriedSettin
         throughput_per_s=1e3 / max(1e-9, median(one.pace_ms for one in sound)),
         peak_rss_bytes=int(median(one.peak_rss_bytes for one in sound)),
         sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
-    )
-
-
-def mark_pareto(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
-    """Returns settings with the Pareto-optimal ones marked: by latency, memory and SQNR."""
-    # To be minimized: milliseconds, bytes, and negative decibels.
-    ratios = [_EQUAL_DB if one.sqnr_db is None else min(_EQUAL_DB, one.sqnr_db) for one in tried]
-    figures = [(one.median_ms, one.peak_rss_bytes, -ratio) for one, ratio in zip(tried, ratios, strict=True)]
-    sound = [own for one, own in zip(tried, figures, strict=True) if one.fault is None]
-
-    def is_dominated(own: tuple[float, int, float]) -> bool:
-        return any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in sound)
-
-    return tuple(
-        msgspec.structs.replace(one, pareto=one.fault is None and not is_dominated(own))
-        for one, own in zip(tried, figures, strict=True)
     )

@@ -26,7 +26,7 @@ from edgekit.tune.race import (
     race,
 )
 from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
-from edgekit.tune.tune import TriedSetting, mark_pareto, summarize_rounds
+from edgekit.tune.tune import summarize_rounds
 
 HELD = Entrant(name="held")
 Take = Callable[[Sequence[Entrant]], Sequence[Measurement]]
@@ -135,22 +135,6 @@ def test_a_journal_reserves_time_for_later_stages() -> None:
     assert endless.take(entrants("a"), reserve=10**12) is None
     assert endless.take(entrants("a"), until_s=0.0) is None
     assert endless.take(entrants("a"), until_s=60.0) is not None
-
-
-def test_the_pareto_front_has_no_dominated_setting() -> None:
-    def tried(name: str, ms: float, size: int, db: float | None, fault: str | None = None) -> TriedSetting:
-        return TriedSetting(
-            entrant=Entrant(name=name), measurements=1, median_ms=ms, peak_rss_bytes=size, sqnr_db=db, fault=fault
-        )
-
-    rows = [
-        tried("fast", 1, 30, 120.0),
-        tried("small", 3, 10, 200.0),
-        tried("worse", 4, 30, 200.0),
-        tried("lossy", 0.5, 30, 40.0),
-        tried("out", 0.1, 1, 200.0, "failed"),
-    ]
-    assert [one.entrant.name for one in mark_pareto(rows) if one.pareto] == ["fast", "small", "lossy"]
 
 
 def test_measurements_are_summed_up_by_medians() -> None:

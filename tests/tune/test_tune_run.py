@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bundle_models import PASSED, make_bundle, tuned_for
 from devices_models import require_runner, run_in
-from fixture_types import Answer, Refused, Shown, present
+from fixture_types import Answer, Refused, Shown
 from tiny_models import parse_model
 
 from edgekit._ort import Level
@@ -26,7 +26,7 @@ from edgekit.devices.local.runner import host_abi
 from edgekit.errors import BundleError
 from edgekit.evidence import Evidence
 from edgekit.profile.events import read_trace
-from edgekit.report.timing import draw_front, render_tuning
+from edgekit.report.timing import render_tuning
 from edgekit.target import load_target
 from edgekit.tune.race import Entrant
 from edgekit.tune.space import has_branches
@@ -197,17 +197,12 @@ def test_a_class_holds_for_its_machines() -> None:
     assert not own.holds(msgspec.structs.replace(own, machine="aarch64"))
 
 
-def test_the_page_draws_the_front() -> None:
-    def tried(name: str, ms: float, size: int, sqnr_db: float, *, pareto: bool) -> TriedSetting:
-        return TriedSetting(
-            entrant=Entrant(name=name),
-            measurements=2,
-            median_ms=ms,
-            peak_rss_bytes=size,
-            sqnr_db=sqnr_db,
-            pareto=pareto,
-        )
-
+def test_the_page_has_a_row_for_each_setting_and_escapes_names() -> None:
+    tried = (
+        TriedSetting(entrant=Entrant(name="defaults"), measurements=2, median_ms=2, sqnr_db=45),
+        TriedSetting(entrant=Entrant(name="fast"), measurements=2, median_ms=1, sqnr_db=240),
+        TriedSetting(entrant=Entrant(name="dead"), measurements=1, fault="failed: <i>"),
+    )
     report = TuneReport(
         subject="<b>m</b>",
         device="host",
@@ -216,11 +211,10 @@ def test_the_page_draws_the_front() -> None:
         goal="latency",
         defaults=Entrant(name="defaults"),
         chosen=Entrant(name="fast"),
-        tried=(tried("defaults", 2, 3 << 20, 45, pareto=False), tried("fast", 1, 2 << 20, 120, pareto=True)),
+        tried=tried,
     )
-    slow, fast = present(draw_front(report)).marks
-    assert fast.x < slow.x
-    assert fast.y > slow.y
-    assert (fast.kind, slow.kind) == ("front chosen", "lossy")
-    assert "<b>m</b>" not in render_tuning(report)
-    assert draw_front(msgspec.structs.replace(report, tried=report.tried[:1])) is None
+    page = render_tuning(report)
+    assert '<td class="number" data-value="45">45.0 dB</td>' in page
+    assert '<td class="number" data-value="240">equal</td>' in page
+    assert "&lt;i&gt;" in page
+    assert "<b>m</b>" not in page
