@@ -79,7 +79,6 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     yield from (line for line in report.unproven if line != report.chance)
     yield from describe_mispredictions(report.placed)
     yield from group_lines((run.device, line) for run in report.runs for line in _list_run_remarks(run))
-    yield from report.differences
     yield from explain_layers(report.layers)
     yield from report.notes
     yield from map(str, report.skipped)

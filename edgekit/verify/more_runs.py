@@ -1,7 +1,4 @@
-"""The runs of a device besides the first: whole sequences with its own state, each size, each other model file.
-
-This module also compares two devices of one kind, such as two emulated CPUs.
-"""
+"""The runs of a device besides the first: whole sequences with its own state, each size, each other model file."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,7 +11,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_inputs, read_outputs, write_rows
 from edgekit.bundle.manifest import UNPADDED, Manifest, list_open
 from edgekit.data.padding import crop_samples, cut_samples, free_axes
-from edgekit.data.samples import Samples, list_samples, load_samples, select_samples, spread_indices
+from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.find import kind_of
@@ -31,52 +28,6 @@ from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.metrics.tensor_metrics import decibels
 from edgekit.verify.run_report import BucketReport, Drift, FileReport, SizesReport, StateReport
-
-_MOST_BYTES = 32 << 20
-
-
-class KeptOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The outputs of a device in memory, by the index of the golden sample.
-
-    Only devices of one `kind` are compared: variants of the same device that ran the same file.
-    """
-
-    device: str
-    kind: str
-    rows: dict[int, Tensors]
-
-
-def keep_outputs(device: str, kind: str, indices: Sequence[int], outputs: Samples) -> KeptOutputs | None:
-    """Returns the outputs of a device for the golden samples with these indices, or None if they are large."""
-    rows: dict[int, Tensors] = {}
-    size_bytes = 0
-    for index, row in zip(indices, outputs, strict=False):
-        size_bytes += sum(value.nbytes for value in row.values())
-        if size_bytes > _MOST_BYTES:
-            return None
-        rows[index] = row
-    return KeptOutputs(device=device, kind=kind, rows=rows)
-
-
-def describe_differences(kept: Sequence[KeptOutputs]) -> Iterator[str]:
-    """Yields, for each device whose numbers differ from those of the first of its kind, by how much they differ."""
-    first: dict[str, KeptOutputs] = {}
-    for other in kept:
-        one = first.setdefault(other.kind, other)
-        shared = sorted(one.rows.keys() & other.rows.keys())
-        if one is other or not shared:
-            continue
-        mine, theirs = (list_samples([side.rows[index] for index in shared], side.device) for side in (one, other))
-        for output in compare_outputs(mine, theirs):
-            if output.exact_match is not None and output.exact_match < 1:
-                distance = f"in {1 - output.exact_match:.2%} of its elements"
-            elif output.max_abs:
-                ratio = "" if output.sqnr_db is None else f", {output.sqnr_db:.1f} dB"
-                distance = f"by at most {output.max_abs:.3g}{ratio}"
-            else:
-                continue
-            names = f"{other.device} and {one.device}"
-            yield f"{names} give different numbers: '{output.name}' differs {distance}; each is judged by itself"
 
 
 class UnpaddedGolden(msgspec.Struct, frozen=True, kw_only=True):

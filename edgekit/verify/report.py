@@ -58,10 +58,9 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
     data, `regressions` what is worse than in the last passed run of the same model and target. `machine` describes the
     machine that edgekit ran on, if emulators or simulators ran too. `alterations` say what in the bundle's model is not
-    as it was built, `notes` what was left out, and why. `required` names the devices that had to run. `differences` say
-    how far apart the outputs of devices of one kind are, which differ in their CPU. `chance` says that the float model
-    guesses the labels no better than chance does, or is "": if it says so, nothing is proven, however well a device
-    agrees.
+    as it was built, `notes` what was left out, and why. `required` names the devices that had to run. `chance`
+    says that the float model guesses the labels no better than chance does, or is "": if it says so, nothing is proven,
+    however well a device agrees.
     """
 
     bundle: str
@@ -86,7 +85,6 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
     alterations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
-    differences: tuple[str, ...] = ()
     chance: str = ""
 
     @property

@@ -16,7 +16,6 @@ from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, order_for_runs, select_samples, spread_indices
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, find_present
-from edgekit.devices.find import kind_of
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each, run_together
 from edgekit.devices.recorded import Recorded
@@ -83,10 +82,6 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
         return find_impossible_time((*self.run.latency_ms, self.run.load_ms))
 
 
-_Done = tuple[RunReport, more_runs.KeptOutputs | None]
-"""A run, and its outputs as other devices' are compared with them, if all came back."""
-
-
 def verify_bundle(
     bundle: Bundle,
     devices: Sequence[Device],
@@ -124,7 +119,7 @@ def verify_bundle(
         layers=layers,
         known=known or KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
     )
-    runs, broken, kept = _run_devices(bundle, present, request, progress or say_nothing) if present else ((), (), ())
+    runs, broken = _run_devices(bundle, present, request, progress or say_nothing) if present else ((), ())
     report = VerifyReport(
         bundle=f"{manifest.name}-{manifest.target}",
         target=manifest.target,
@@ -144,34 +139,32 @@ def verify_bundle(
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
         notes=tuple(filter(None, (evidence.note, own_model.describe_untested(bundle)))),
-        differences=tuple(more_runs.describe_differences(kept)),
     )
     return recheck_report(report, manifest.thresholds)
 
 
 def _run_devices(
     bundle: Bundle, devices: Sequence[Device], request: _Request, progress: Progress
-) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[more_runs.KeptOutputs, ...]]:
-    """Returns the result of each device, what is wrong with the files that this machine can run, and the outputs."""
+) -> tuple[tuple[RunReport, ...], tuple[str, ...]]:
+    """Returns the result of each device, and what is wrong with the files that this machine can run."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
     forms.extend(form for form in own_model.TESTED_FORMS if bundle.manifest.forms.get(form))
     with work_folder() as work:
         private = snapshot_bundle(bundle, forms, work / bundle.folder.name)
 
-        def run(device: Device) -> _Done:
+        def run(device: Device) -> RunReport:
             progress(f"verify {bundle.manifest.name} on {device.name}")
             return _run_device(private, device, request)
 
-        runs, broken = list[_Done](), list[str]()
+        runs, broken = list[RunReport](), list[str]()
         # Devices start slowly: this process finishes its own checks in the meantime.
         run_together(
             [lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(own_model.list_broken_forms(private))]
         )
-        reports, kept = (tuple(side) for side in zip(*runs, strict=True))
-        return reports, tuple(broken), tuple(filter(None, kept))
+        return tuple(runs), tuple(broken)
 
 
-def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
+def _run_device(bundle: Bundle, device: Device, request: _Request) -> RunReport:
     golden = request.golden or bundle.golden
     plan = plan_run(bundle, device, golden.samples)
     rows = order_for_runs(golden.samples, plan.samples, bundle.manifest.steps)
@@ -210,7 +203,7 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
             # Buckets need the lengths that the samples had before padding.
             by_size = more_runs.run_buckets(bundle, device, job, run, rows, work / "sizes", request.unpadded)
         located = _look_inside(trial, device, report, work / "layers")
-        report = msgspec.structs.replace(
+        return msgspec.structs.replace(
             report,
             traps=() if report.passed else tuple(_list_traps(trial, report.outputs, located)),
             located=located,
@@ -218,10 +211,6 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> _Done:
             sizes=by_size,
             files=tuple(more_runs.try_model_files(bundle, device, plan, golden, work / "files")),
         )
-        # A run whose outputs have no digest is incomplete.
-        if not report.outputs_sha256:
-            return report, None
-        return report, more_runs.keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
 
 
 def _measure_run(trial: _Trial) -> RunReport:

@@ -18,7 +18,7 @@ from edgekit.recipe import Data, Recipe
 from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary, QuantizeReport
 from edgekit.report.tables import describe_quantization, format_bytes
-from edgekit.report.text import describe_agreement, headline_build, list_remarks, table_build
+from edgekit.report.text import describe_agreement, headline_build, list_remarks, table_build, table_device_figures
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -124,6 +124,14 @@ def test_the_worst_run_is_shown() -> None:
         "2.5 MB",
         "3000.0 GB",
     ]
+
+
+def test_devices_with_equal_outputs_are_named_in_the_table_of_devices() -> None:
+    digests = {"android": "a", "android:cortex-a53": "b", "host": "a", "dead": "", "gone": ""}
+    runs = [replace(_run(30.0), device=name, outputs_sha256=digest) for name, digest in digests.items()]
+    columns = {str(column.header): list(column.cells) for column in table_device_figures(_verify(*runs)).columns}
+    assert columns["outputs"] == ["own", "own", "as android", "own", "own"]
+    assert columns["SQNR"] == ["30.0 dB"] * 5
 
 
 def test_every_page_says_that_nothing_is_fetched_and_no_other_script_runs() -> None:

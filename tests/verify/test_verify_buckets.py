@@ -1,6 +1,6 @@
 """Bundles of several sizes, and of any size: built, their weights stored once, and judged at each size."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from edgekit.model.tensors import Tensors
 from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
-from edgekit.verify.more_runs import KeptOutputs, describe_differences, keep_outputs
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.run import verify_bundle
 
@@ -263,47 +262,6 @@ def test_an_earlier_build_is_repeated_to_the_byte(tmp_path: Path) -> None:
         verify=False,
     ).bundles[0].path  # fmt: skip
     assert (present(again) / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()
-
-
-def held(device: str, *numbers: float, indices: Sequence[int] = (0, 1), shift: float = 0.0) -> KeptOutputs:
-    """What a device gave for some samples: `numbers`, or four that depend on the sample and are moved by `shift`."""
-    rows: list[Tensors] = [
-        {"y": np.array(numbers, np.int64) if numbers else np.arange(4, dtype=np.float32) + index + shift}
-        for index in indices
-    ]
-    return present(keep_outputs(device, device.partition(":")[0], indices, from_list(rows)))
-
-
-OTHER = "android:cortex-a53"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "said"),
-    [
-        (held("android"), held(OTHER, shift=0.5), "'y' differs by at most 0.5, 13.4 dB; each is judged by itself"),
-        (held("android"), held(OTHER), None),
-        (held("android"), held("host", shift=1.0), None),
-        (held("android", indices=range(3)), held(OTHER), None),
-        (held("android"), held(OTHER, indices=(), shift=1.0), None),
-        (held("android", indices=(0, 5, 10)), held(OTHER, indices=range(11)), None),
-        (held("android", indices=(0, 5, 10)), held(OTHER, indices=range(1, 5), shift=9.0), None),
-        (held("android", indices=(0, 5, 10)), held(OTHER, indices=range(4, 8), shift=0.25), "by at most 0.25"),
-        (held("android", 1, 2, 3, 4), held(OTHER, 1, 2, 3, 5), "'y' differs in 25.00% of its elements"),
-    ],
-)
-def test_devices_of_one_kind_that_differ_are_named(first: KeptOutputs, second: KeptOutputs, said: str | None) -> None:
-    told = list(describe_differences([first, held("ios-sim", shift=9.0), second]))
-    if said is None:
-        assert told == []
-    else:
-        (line,) = told
-        assert line.startswith(f"{second.device} and {first.device} give different numbers: ")
-        assert said in line
-
-
-def test_outputs_too_large_to_keep_are_not_compared_between_devices() -> None:
-    rows: list[Tensors] = [{"y": np.zeros(5 << 20, np.float32)}] * 2
-    assert keep_outputs("android", "android", (0, 1), from_list(rows)) is None
 
 
 @pytest.fixture(scope="module")
