@@ -46,12 +46,6 @@ class _Arguments(msgspec.Struct):
     activation_size: str = "0"
     parameter_size: str = "0"
     output_size: str = "0"
-    # The state of the arena of the kernel's provider after the kernel, from ONNX Runtime 1.31 on.
-    mem_arena_held: str = ""
-    mem_arena_held_delta: str = ""
-    mem_bytes_in_use: str = ""
-    mem_in_use_delta: str = ""
-    mem_in_use_peak: str = ""
     # An empty text in builds without thread statistics, such as those for Android.
     thread_scheduling_stats: _Threads | str | None = None
 
@@ -97,25 +91,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     spread: bool
 
 
-class Arena(msgspec.Struct, frozen=True, kw_only=True):
-    """The system memory that an arena held, and the peak of its use since the session began, in bytes."""
-
-    held_bytes: int
-    peak_bytes: int
-
-
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of the session, in microseconds from the start of the profiler, with its kernels in order of their start.
-
-    `arena` is the state of the largest arena after the run, `arena_before` before its first kernel; None for builds of
-    ONNX Runtime that do not report it.
-    """
+    """A run of the session, in microseconds from the start of the profiler; its kernels are in order of their start."""
 
     start_us: int
     duration_us: int
     steps: tuple[Step, ...]
-    arena_before: Arena | None = None
-    arena: Arena | None = None
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,26 +153,13 @@ def decode_trace(data: bytes) -> Trace:
         if index >= 0 and event.ts <= runs[index].ts + runs[index].dur:
             by_run[index].append(event)
     for run, run_kernels in zip(runs, by_run, strict=True):
-        arenas = [_read_arena(event.args) for event in run_kernels if event.args.mem_in_use_peak]
         execution = Execution(
             start_us=run.ts,
             duration_us=run.dur,
             steps=tuple(sorted(_list_steps(run_kernels), key=attrgetter("start_us", "depth"))),
-            arena_before=arenas[0][0] if arenas else None,
-            arena=max((after for _, after in arenas), key=attrgetter("held_bytes", "peak_bytes"), default=None),
         )
         executions.append(execution)
     return Trace(executions=tuple(executions), make_ms=session.get(_SESSION_CREATION, 0.0))
-
-
-def _read_arena(args: _Arguments) -> tuple[Arena, Arena]:
-    """Returns the state of a kernel's arena before it and after it."""
-    held, used = _read_count(args.mem_arena_held), _read_count(args.mem_bytes_in_use)
-    before = Arena(
-        held_bytes=max(0, held - _read_count(args.mem_arena_held_delta)),
-        peak_bytes=max(0, used - _read_count(args.mem_in_use_delta)),
-    )
-    return before, Arena(held_bytes=held, peak_bytes=_read_count(args.mem_in_use_peak))
 
 
 def _read_count(text: str) -> int:

@@ -315,7 +315,7 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *
         # If there was no time for runs without the profiler, those with it are used.
         plain_ms=median([untraced for untraced, _ in rounds] or last.latency_ms),
         overhead=compare_rounds(rounds) if len(rounds) > 1 else None,
-        memory=_list_memory(measured, traces[-1]),
+        memory=_list_memory(measured),
         load_ms=last.load_ms,
         make_ms=traces[-1].make_ms,
         operators=kernels.list_operators(nodes),
@@ -330,14 +330,11 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *
     return Profiled(profile=profile, executions=counted, graph=graph, raw=raw)
 
 
-def _list_memory(measured: _Rounds, trace: Trace) -> tuple[PhaseMemory, ...]:
-    """Returns the memory of the process after each phase of a session, with and without an arena, and of the arena."""
+def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
+    """Returns the memory of the process after each phase of a session, with and without an arena."""
     with_arena = (measured.pairs[0][0] if measured.pairs else measured.first).memory
     bare = measured.without_arena
     without_arena: Mapping[Phase, tuple[int, int]] = {} if bare is None else bare.memory
-    runs = trace.executions
-    traced = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
-    arenas = {phase: arena for phase, arena in traced.items() if arena is not None}
     return tuple(
         PhaseMemory(
             phase=phase,
@@ -345,8 +342,6 @@ def _list_memory(measured: _Rounds, trace: Trace) -> tuple[PhaseMemory, ...]:
             peak_bytes=peak,
             bare_bytes=without_arena[phase][0] if phase in without_arena else None,
             bare_peak_bytes=without_arena[phase][1] if phase in without_arena else None,
-            arena_bytes=arenas[phase].held_bytes if phase in arenas else None,
-            arena_peak_bytes=arenas[phase].peak_bytes if phase in arenas else None,
         )
         for phase, (resident, peak) in sorted(with_arena.items(), key=lambda item: get_args(Phase).index(item[0]))
     )

@@ -84,9 +84,7 @@ class OperatorTime(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of a session's process after a phase, and its peak until then, in bytes.
 
-    `bare_bytes` and `bare_peak_bytes` are those of a session without an arena, None if none was measured. `arena_bytes`
-    is what the arena held, `arena_peak_bytes` the peak of what was in use in it; None if ONNX Runtime's profiler does
-    not report it, as before 1.31.
+    `bare_bytes` and `bare_peak_bytes` are those of a session without an arena, None if none was measured.
     """
 
     phase: Phase
@@ -94,8 +92,6 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     bare_bytes: int | None = None
     bare_peak_bytes: int | None = None
-    arena_bytes: int | None = None
-    arena_peak_bytes: int | None = None
 
 
 class Unasked(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,11 +58,9 @@ def list_tables(profile: DeviceProfile, most: int) -> Iterator[Table]:
         table.add_row(shorten(node.source or node.name), node.op, *spent, *work, *rates, roof, shapes)
     yield table
     if profile.memory:
-        arena_columns = ("held without arena", "peak without arena", "arena holds", "most in use there")
-        table = make_table("memory behind", "held", "peak", *arena_columns)
+        table = make_table("memory behind", "held", "peak", "held without arena", "peak without arena")
         for phase in profile.memory:
-            without_arena = (phase.bare_bytes, phase.bare_peak_bytes, phase.arena_bytes, phase.arena_peak_bytes)
-            known = ("-" if size is None else format_bytes(size) for size in without_arena)
+            known = ("-" if size is None else format_bytes(size) for size in (phase.bare_bytes, phase.bare_peak_bytes))
             table.add_row(phase.phase, format_bytes(phase.resident_bytes), format_bytes(phase.peak_bytes), *known)
         yield table
     if profile.npu:

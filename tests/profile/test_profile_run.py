@@ -105,10 +105,6 @@ def test_the_profilers_own_file_is_the_trace(
     peaks = [phase["peak_bytes"] for phase in found["memory"]]
     assert peaks == sorted(peaks)
     assert all(phase["bare_bytes"] for phase in found["memory"])
-    start, session, *runs = found["memory"]
-    assert start["arena_bytes"] is None
-    assert session["arena_bytes"] < runs[0]["arena_bytes"] <= runs[1]["arena_bytes"]
-    assert all(0 < phase["arena_peak_bytes"] <= phase["arena_bytes"] for phase in runs)
 
 
 def test_a_session_that_takes_longer_than_the_time_limit_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
