@@ -1,20 +1,17 @@
 """Writes the Core ML models that ONNX Runtime's provider makes: packages for Xcode, and a cache for apps to ship."""
 
-import re
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import digest_file, read_chunks, work_folder, write_new
-from edgekit.data.samples import select_samples
 from edgekit.devices.device import Job
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.ios.mil.compute import Operation, read_package
+from edgekit.devices.ios.mil.compute import read_package
 from edgekit.devices.observe import describe_job
 from edgekit.errors import DeviceError
-from edgekit.graph.graph import read_graph
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model
 from edgekit.target import Target
 
 CACHE = "coreml_cache"
@@ -94,39 +91,6 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
             size = _copy(partition, out / name)
             written.append(CoreMlPackage(name=name, operations=dict(kinds.most_common()), size_bytes=size))
     return CoreMlFiles(packages=tuple(written), cache=cache_facts)
-
-
-def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
-    """Returns the ML Program operations that the Core ML provider makes of each node, by the node's name.
-
-    The provider writes node by node and keeps the names of tensors, with characters replaced that MIL does not allow. A
-    node that ONNX Runtime fused into another, or that the provider left to the CPU, has no operations.
-
-    Raises:
-        DeviceError: `ios-sim` is not installed, or the provider refuses the model or takes none of its nodes.
-        ValueError: what it wrote is no ML Program.
-    """
-    job = msgspec.structs.replace(job, samples=select_samples(job.samples, ()))
-    with work_folder() as work:
-        programs = [read_package(partition) for partition in _ask_provider(job, work / "models")]
-    makers: dict[str, str] = {}
-    for node in read_graph(load_model(job.model)).nodes:
-        for name in filter(None, node.output):
-            # The provider's name of a tensor (ORT's ModelBuilder::GetSafeName).
-            safe = re.sub(r"[^A-Za-z0-9_]", "_", name)
-            makers[f"_{safe}" if name[0].isdigit() else safe] = node.name
-    found: dict[str, tuple[Operation, ...]] = {}
-    for program in programs:
-        pending: list[Operation] = []
-        for operation in program.operations:
-            if operation.kind == "const":
-                continue
-            pending.append(operation)
-            maker = next((makers[result.name] for result in operation.results if result.name in makers), None)
-            if maker is not None:
-                found[maker] = (*found.get(maker, ()), *pending)
-                pending = []
-    return found
 
 
 def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:

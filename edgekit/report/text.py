@@ -242,8 +242,6 @@ def list_located(found: Located) -> Iterator[str]:
     """Yields the first layer whose result is wrong on a device, how it was found, and what the device did otherwise."""
     how = count_of(found.cuts, "cut") if found.found_by == "cuts" else count_of(len(found.layers), "layer")
     yield f"first bad layer: {found.layer or 'none'} ({count_of(found.runs, 'run')}, {how})"
-    if operations := found.operations.get(found.layer or "", ()):
-        yield f"'{found.layer}' in Core ML's program: {', '.join(operations)}"
     yield from found.notes
 
 

@@ -195,7 +195,7 @@ def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build:
     bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
     (run,) = verify_bundle(bundle, [device], layers=True).runs
     assert run.passed, run.failures
-    assert present(run.located).operations["stem/conv"][0].startswith("conv 'stem/conv")
+    assert len(present(run.located).layers) > 10
     assert run.provider_nodes.keys() == {"CoreMLExecutionProvider"}
     assert {file.file: set(file.provider_nodes) for file in run.files} == {
         "model.runtime.ort": {"CoreMLExecutionProvider"}

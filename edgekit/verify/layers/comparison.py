@@ -139,8 +139,7 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     """The first layer that a device computes differently, None if there is none; and how many runs it took to find.
 
     `found_by` says whether the device returned the tensors inside, which `layers` then measures, or the model was cut
-    at one of `cuts` places. `notes` say what was done differently, and why. `operations` gives for each layer its name
-    in the ML Program that Core ML's provider wrote, "conv 'stem__0' (half)", if that provider runs.
+    at one of `cuts` places. `notes` say what was done differently, and why.
     """
 
     layer: str | None
@@ -149,7 +148,6 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     found_by: Literal["tensors", "cuts"] = "cuts"
     layers: tuple[LayerReport, ...] = ()
     notes: tuple[str, ...] = ()
-    operations: dict[str, tuple[str, ...]] = {}
 
     @property
     def bad(self) -> LayerReport | None:

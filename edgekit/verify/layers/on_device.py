@@ -18,10 +18,6 @@ import onnx
 from edgekit._ort import CPU_PROVIDER, CpuSession
 from edgekit.data.samples import Samples, limit_samples, map_samples
 from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.find import kind_of
-from edgekit.devices.ios.ios import NAME
-from edgekit.devices.ios.mil.compute import Operation
-from edgekit.devices.packages import match_operations
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_proto, read_with_weights_on_disk, save_proto
@@ -137,23 +133,11 @@ def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
 
 
 def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool, before: Samples | None = None) -> Located:
-    """Returns the result of `find_device_layer`, with each layer's operations in Core ML's program, if there is one.
-
-    If the layers cannot be looked at, a note says why.
-    """
+    """Returns the result of `find_device_layer`, or a note that says why the layers cannot be looked at."""
     try:
-        found = find_device_layer(device, job, work, may_cut=may_cut, before=before)
+        return find_device_layer(device, job, work, may_cut=may_cut, before=before)
     except EdgekitError as error:
         return Located(layer=None, runs=0, cuts=0, notes=(f"the layers were not compared: {error.message}",))
-    if kind_of(device) != NAME:
-        return found
-    try:
-        matched = match_operations(job)
-    except (EdgekitError, ValueError) as error:
-        note = f"the layers were not matched to Core ML's program: {error}"
-        return msgspec.structs.replace(found, notes=(*found.notes, note))
-    described = {name: tuple(map(_describe, operations)) for name, operations in matched.items()}
-    return msgspec.structs.replace(found, operations=described)
 
 
 def find_device_layer(
@@ -296,11 +280,6 @@ def find_wrong_layer(layers: Sequence[LayerReport], least_db: float) -> str | No
     known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
     is_outlier = bool(known) and known[0][0] <= known[len(known) // 2][0] - _OUTLIER_DB
     return layers[known[0][1]].name if is_outlier and least_db < _LEAST_DB else None
-
-
-def _describe(operation: Operation) -> str:
-    is_half = any(result.dtype is np.float16 for result in operation.results)
-    return f"{operation.kind} '{operation.name}' ({'half' if is_half else 'float'})"
 
 
 def _describe_tensors(session: CpuSession, samples: Samples) -> dict[str, tuple[TensorSpec, int]]:
