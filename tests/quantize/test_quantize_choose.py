@@ -27,7 +27,7 @@ from edgekit.quantize.calibration.store import StoredArrays, write_arrays
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.auto import Judged, plan_minmax, prefer_draft
+from edgekit.quantize.mixed_precision.auto import Judged, plan_minmax
 from edgekit.quantize.mixed_precision.candidates import (
     Judgement,
     Memo,
@@ -238,21 +238,11 @@ def test_a_judgement_is_shared_only_by_what_leads_to_the_same_compared_tensors(t
     assert digest(float_nodes=floats("n5_Gemm"), grids=behind) != digest(float_nodes=floats("n5_Gemm"))
 
 
-def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model, many: Calibration) -> None:
-    draft = draft_of(net, many, "qnn")
-
-    def judged(*ratios: float) -> Judged:
-        found = tuple(Candidate(method="mse", rounding="bias", sqnr_db=ratio) for ratio in ratios)
-        return Judged(draft=draft, found=Judgement(candidates=found, method="minmax", unrounded_db=0.0))
-
-    first, second = judged(20.0, 5.0), judged(21.5, 5.0)
-    assert prefer_draft(first, second, 1.0) is second
-    assert prefer_draft(first, second, 1.5) is first
-    assert prefer_draft(second, first, -1.0) is second
-    assert prefer_draft(first, None, 1.0) is first
+def test_the_quick_ratio_is_that_of_roundings_that_do_not_learn(net: Model, many: Calibration) -> None:
+    quick = tuple(Candidate(method="mse", rounding="bias", sqnr_db=ratio) for ratio in (20.0, 5.0))
     learned = Candidate(method="mse", rounding="gptq", sqnr_db=30.0)
-    more = msgspec.structs.replace(first.found, candidates=(learned, *first.found.candidates))
-    assert (first.quick_db, Judged(draft=draft, found=more).quick_db) == (20.0, 20.0)
+    found = Judgement(candidates=(learned, *quick), method="minmax", unrounded_db=0.0)
+    assert Judged(draft=draft_of(net, many, "qnn"), found=found).quick_db == 20.0
 
 
 def test_a_step_of_many_tensors_keeps_the_ranges_before_it(collapsing: tuple[Model, Calibration]) -> None:

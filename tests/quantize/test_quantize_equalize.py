@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
 from collapsing_models import SEPARABLE, make_collapsing
 from onnx import numpy_helper
@@ -16,7 +15,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph
 from edgekit.jobs.target_bundle import Strategy, change_plan
 from edgekit.model.model import Model, save_proto
-from edgekit.model.tensors import Array, StatedOutput
+from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.equalization.equalize import (
     balance_channels,
@@ -24,9 +23,8 @@ from edgekit.quantize.equalization.equalize import (
     equalize_calibration,
     equalize_graph,
     measure_pairs,
-    scales_silu,
 )
-from edgekit.quantize.equalization.pairs import RESTORED, find_equalization_pairs
+from edgekit.quantize.equalization.pairs import find_equalization_pairs
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.ranges import TensorRange
@@ -130,10 +128,9 @@ def choose_measured(
     per_channel: Collection[str] = (),
     *,
     seen: Mapping[str, TensorRange] | None = None,
-    through_silu: bool = False,
 ) -> dict[str, tuple[float, ...]]:
     pairs = measure_pairs(graph, Path(calibration.statistics), seen or {})
-    return choose_factors(graph, pairs, per_channel, through_silu=through_silu)
+    return choose_factors(graph, pairs, per_channel)
 
 
 def equalize(graph: Graph, factors: Mapping[str, tuple[float, ...]], model: Model, folder: Path) -> tuple[Graph, Model]:
@@ -181,7 +178,6 @@ def test_scaled_channels_have_the_ranges_of_calibration(unequal: tuple[Model, Ca
     graph, calibration = read_float_graph(model), calibrate_twice(model, tmp_path)
     factors = choose_measured(graph, calibration)
     assert set(factors) >= {"r", "p", "c"}
-    assert not scales_silu(graph, factors)
     equalized, other = equalize(graph, factors, model, tmp_path)
     derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
     assert set(derived) == set(float_activations(equalized))
@@ -274,7 +270,6 @@ def test_weights_gain_by_equal_channels(unequal: tuple[Model, Calibration], prec
     plan = plan_quantization(*unequal, load_target("qnn"), precision)
     best = {each.equalized: each.sqnr_db for each in reversed(plan.judged)}
     assert plan.factors
-    assert not scales_silu(read_float_graph(unequal[0]), plan.factors)
     assert best[True] > best[False] + 3
 
 
@@ -283,70 +278,6 @@ def test_factors_that_do_not_fit_the_graph_are_refused(unequal: tuple[Model, Cal
     for factors in ({"y": (1.0,) * 40}, {"r": (1.0,)}, {"r": (0.3,) * 24}, {"r": (0.0,) * 24}, {"r": (1e300,) * 24}):
         with pytest.raises(UsageError, match="the plan cannot scale"):
             equalize_graph(graph, factors)
-
-
-SILU_NET = """g (float[1,3,12,12] x) => (float[1,40,12,12] y) {
-  a = Conv(x, w1, b1) s = Sigmoid(a) p = Mul(a, s) b = Conv(p, w2, b2) h = HardSigmoid<alpha=0.16666667>(b)
-  q = Mul(h, b) y = Conv(q, w3, b3) }"""
-
-
-SILU_SHAPES: dict[str, tuple[int, ...]] = {
-    "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def silu_net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
-    tmp_path = tmp_path_factory.mktemp("silu")
-    proto = onnx.load(make_model(SILU_NET, tmp_path / "even.onnx", SILU_SHAPES).path)
-    held, rng = {tensor.name: tensor for tensor in proto.graph.initializer}, np.random.default_rng(4)
-    for made, read in (("w1", "w2"), ("w2", "w3")):
-        factors = (10 ** rng.uniform(-2.5, 0, 24)).astype(np.float32)
-        for name, scale in (
-            (made, factors[:, None, None, None]),
-            (f"b{made[1]}", factors),
-            (read, 1 / factors[:, None, None]),
-        ):
-            held[name].CopyFrom(numpy_helper.from_array(4 * numpy_helper.to_array(held[name]) * scale, name))
-    model = save_proto(proto, tmp_path / "m.onnx")
-    # Of drawn weights the 40 numbers of each place are no classes, though they reach far.
-    outputs = {"y": StatedOutput(kind="values")}
-    return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work", outputs=outputs)
-
-
-def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model, Calibration], tmp_path: Path) -> None:
-    model, calibration = silu_net[0], calibrate_twice(silu_net[0], tmp_path)
-    graph, seen = read_float_graph(model), calibration.ranges["minmax"]
-    assert choose_measured(graph, calibration, seen=seen) == {}
-    factors = choose_measured(graph, calibration, seen=seen, through_silu=True)
-    assert set(factors) == {"p", "q"}
-    assert scales_silu(graph, factors)
-    assert not scales_silu(graph, {"p": (1.0,) * 24})
-    equalized, other = equalize(graph, factors, model, tmp_path)
-    again = ranges_again(other, model, tmp_path)
-    derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
-    assert set(derived) == set(float_activations(equalized))
-    for name in ("p", "q"):
-        span = again[f"{name}_equalized"]
-        assert derived[f"{name}_equalized"].high == pytest.approx(span.high, rel=0.01)
-    assert derived[f"a{RESTORED}"].high <= 8
-    assert derived[f"b{RESTORED}"].low >= -3.01
-
-
-@pytest.mark.slow
-def test_unequal_channels_before_a_sigmoid_come_back(silu_net: tuple[Model, Calibration], tmp_path: Path) -> None:
-    memo = Memo()
-    for target in (load_target("qnn"), per_tensor("nnapi"), load_target("xnnpack")):
-        plan, _ = rescue(silu_net, target, tmp_path, ruined_db=8, saved_db=26, memo=memo)
-        assert scales_silu(read_float_graph(silu_net[0]), plan.factors)
-        assert {node.op for node in plan.float_nodes} <= {"HardSigmoid"}
-
-
-def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -> None:
-    model = make_model(SILU_NET, tmp_path / "m.onnx", SILU_SHAPES)
-    calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
-    graph, seen = read_float_graph(model), calibration.ranges["minmax"]
-    assert not scales_silu(graph, choose_measured(graph, calibration, seen=seen, through_silu=True))
 
 
 def test_a_plain_plan_knows_nothing_of_equalized_weights(tmp_path: Path) -> None:

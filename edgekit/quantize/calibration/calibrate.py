@@ -275,20 +275,15 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     """
     seen = calibration.ranges["minmax"]
     fed = [value.name for value in graph.proto.input if _is_image(graph, value.name, {})]
-    whites = [white for name in fed for white in _find_white(seen, name)]
-    if not makes_images(graph, calibration.outputs) or not whites or len(whites) < len(fed):
+    missing = [white / seen[name].high for name in fed for white in _find_white(seen, name)]
+    if not makes_images(graph, calibration.outputs) or not fed or len(missing) < len(fed):
         return calibration
-    white = max(whites)
-    growth = max(1.0, *(white / seen[name].high for name in fed))
-    images = {name for name in seen if _holds_pixels(graph, name, seen[name], white, calibration.outputs)}
+    growth = max(1.0, *missing)
 
-    def widen(name: str, its: TensorRange) -> TensorRange:
-        least = white if name in images else 0.0
-        return snap_range(TensorRange(low=its.low * growth, high=max(its.high * growth, least)))
+    def widen(its: TensorRange) -> TensorRange:
+        return snap_range(TensorRange(low=its.low * growth, high=its.high * growth))
 
-    ranges = {
-        method: {name: widen(name, its) for name, its in own.items()} for method, own in calibration.ranges.items()
-    }
+    ranges = {method: {name: widen(its) for name, its in own.items()} for method, own in calibration.ranges.items()}
     return msgspec.structs.replace(calibration, ranges=ranges)
 
 
@@ -296,17 +291,6 @@ def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
     """Returns the value of white in an input; an empty list if its values are not such pixels."""
     its = seen.get(name, TensorRange(low=-1.0, high=0.0))
     return [white for white in WHITES if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white]
-
-
-def _holds_pixels(
-    graph: Graph, name: str, seen: TensorRange, white: float, outputs: Mapping[str, StatedOutput]
-) -> bool:
-    """Returns True if a tensor is an input (possibly resized) or output of a graph whose values may be pixels."""
-    if name in graph.outputs:
-        return _is_image(graph, name, outputs) and white / _MOST_HEADROOM <= seen.high <= _MOST_HEADROOM * white
-    while name in graph.producers and graph.producers[name].op_type in {"Resize", "Upsample"}:
-        name = graph.producers[name].input[0]
-    return name not in graph.producers and _is_image(graph, name, {})
 
 
 def _is_image(graph: Graph, name: str, outputs: Mapping[str, StatedOutput]) -> bool:

@@ -21,23 +21,17 @@ from edgekit.model.external import move_weight
 from edgekit.model.model import drop_unread, rename_tensors
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.calibration.moments import StoredMoments, open_moments
+from edgekit.quantize.calibration.moments import open_moments
 from edgekit.quantize.equalization.pairs import (
-    LEAST_RATIO,
     NOTE,
-    RESTORED,
     SUFFIX,
     EqualizationPair,
     ScaledConstant,
-    Step,
     find_channel_source,
     find_equalization_pairs,
-    invert_silu,
-    restore_sigmoid_inputs,
-    saturation_of,
     write_powers,
 )
-from edgekit.quantize.graph.layers import Layer, expand_channel_factors, read_layer, read_layers
+from edgekit.quantize.graph.layers import Layer, expand_channel_factors, read_layers
 from edgekit.quantize.ranges import TensorRange, snap_range
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -107,7 +101,7 @@ class ScaledConstants:
         """Returns a scaled constant."""
         value = self._graph.weight(self._nodes[node].input[index]).astype(np.float32)
         for axis, factors in self._along.get((node, index), {}).items():
-            value *= along(factors.astype(np.float32), axis, value.ndim)
+            value *= factors.astype(np.float32).reshape([-1 if at == axis else 1 for at in range(-value.ndim, 0)])
         if index != 1 or node not in self._read:
             return value
         layer, read = self._read[node]
@@ -142,16 +136,6 @@ class ScaledConstants:
                     move_weight(tensor, self._graph.folder, out)
                 graph.initializer.append(tensor)
                 node.input[index] = tensor.name
-
-
-def along(values: Array, axis: int, rank: int) -> Array:
-    """Returns a vector reshaped to broadcast along one axis, counted from the end, of a tensor of this rank."""
-    return values.reshape([-1 if place == axis else 1 for place in range(-rank, 0)])
-
-
-# A sum of many inputs is about normally distributed, and of 64 samples some 10^6 values lie within 5 standard
-# deviations of the mean.
-_MOST_DEVIATIONS = 6.0
 
 
 class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,53 +177,26 @@ def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange
     for pair in find_equalization_pairs(graph):
         ends = stored.extremes(pair.consumers[0].node)
         if ends is not None and ends[1].shape[1] == pair.channels:
-            found.append((pair, _trace_back(graph, pair, ends, stored, seen)))
+            found.append((pair, _trace_back(pair, ends, seen)))
     return found
 
 
 def _trace_back(
-    graph: Graph,
-    pair: EqualizationPair,
-    ends: tuple[Array, Array],
-    stored: StoredMoments,
-    seen: Mapping[str, TensorRange],
+    pair: EqualizationPair, ends: tuple[Array, Array], seen: Mapping[str, TensorRange]
 ) -> dict[str, ChannelRange]:
     """Returns the channel ranges of a pair's tensors, computed from the extremes [2, channels] of its own tensor."""
     low, high = map(_extrapolate, ends)
     ranges = {pair.tensor: ChannelRange(low=low, high=high)}
     for step in pair.steps:
-        is_hidden = bool(step.sigmoid) or (step.slope <= 0).any()
-        floor = _estimate_floor(graph, step, stored, seen) if is_hidden else low
-        if step.sigmoid:
-            node = next(node for node in graph.readers(step.tensor) if node.name == step.sigmoid)
-            low, high = invert_silu(node, low, high, floor)
-        else:
-            low, high = low - step.shift, high - step.shift
-            if step.negative_only:
-                # A negative slope turns negative values positive, and a slope of zero hides them.
-                turned = np.maximum(high / np.minimum(step.slope, -TINY), np.minimum(floor, 0.0))
-                low = np.where(step.slope > 0, low / np.where(step.slope > 0, step.slope, 1.0), turned)
+        low, high = low - step.shift, high - step.shift
+        if step.negative_only:
+            # A negative slope turns negative values positive, and a slope of zero hides them: then a channel may be as
+            # low as the whole tensor.
+            floor = min(seen[step.tensor].low, 0.0) if step.tensor in seen else 0.0
+            turned = np.maximum(high / np.minimum(step.slope, -TINY), floor)
+            low = np.where(step.slope > 0, low / np.where(step.slope > 0, step.slope, 1.0), turned)
         ranges[step.tensor] = ChannelRange(low=low, high=high)
     return ranges
-
-
-def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mapping[str, TensorRange]) -> Array:
-    """Returns an estimate of each channel's lowest value in a layer's output: mean less six standard deviations."""
-    lowest = np.full(len(step.slope), seen[step.tensor].low if step.tensor in seen else 0.0)
-    if (layer := read_layer(graph, graph.producers[step.tensor])) is None:
-        return lowest
-    if (moments := stored(layer.node)) is None:
-        return lowest
-    matrix = layer.to_matrix(graph.weight(layer.weight).astype(np.float64))
-    bias = graph.weight(layer.bias).astype(np.float64) if layer.bias else 0.0
-    mean = (matrix * moments.mean[:, None]).sum(axis=2).reshape(-1)
-    # For y = W x the variance of y is W C W' with C the covariance of x, summed over its stored blocks.
-    size = moments.size
-    weights = matrix.reshape(layer.groups, layer.outputs, -1, size).transpose(0, 2, 1, 3)
-    blocks = moments.covariance.reshape(layer.groups, -1, size, size).astype(np.float64)
-    power = ((weights @ blocks) * weights).sum(axis=3)
-    deviation = np.sqrt(np.maximum(power.sum(axis=1), 0.0)).reshape(-1)
-    return np.asarray(np.maximum(mean + bias - _MOST_DEVIATIONS * deviation, lowest))
 
 
 # A layer between two pairs is rescaled by both, so one pass partly undoes the other. The paper repeats until nothing
@@ -252,60 +209,28 @@ _PASSES, _PASSES_PER_CHANNEL = 4, 2
 _LEAST_SHARE = 1e-4
 
 
-def choose_factors(
-    graph: Graph, found: MeasuredPairs, per_channel: Collection[str], *, through_silu: bool = False
-) -> dict[str, tuple[float, ...]]:
+def choose_factors(graph: Graph, found: MeasuredPairs, per_channel: Collection[str]) -> dict[str, tuple[float, ...]]:
     """Returns channel factors that balance channel ranges with the weights that read them, for each tensor to scale.
 
     The weights named in `per_channel` have a scale for each channel. Where the weights that make a tensor share one
     scale, the size of a channel's weights counts as its range does: otherwise a channel that is always zero would be
-    scaled up until its weights are the largest of all. With `through_silu` channels are scaled through x * sigmoid(x)
-    too, if they differ enough to be worth a Mul before the sigmoid.
+    scaled up until its weights are the largest of all.
     """
-    pairs, magnitudes = [pair for pair, _ in found], {pair.tensor: _magnitude(pair, ranges) for pair, ranges in found}
-    unscaled = {step.sigmoid for pair in pairs for step in pair.steps if step.sigmoid}
-    if through_silu and unscaled:
-        total = _equalize(graph, pairs, magnitudes, per_channel, frozenset())
-        unscaled = {
-            step.sigmoid
-            for pair in pairs
-            for step in pair.steps
-            if step.sigmoid and np.ptp(np.log2(total[pair.tensor])) < np.log2(LEAST_RATIO)
-        }
-    total = _equalize(graph, pairs, magnitudes, per_channel, unscaled)
-    return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
-
-
-def scales_silu(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> bool:
-    """Returns True if factors scale channels through x * sigmoid(x)."""
-    pairs = [pair for pair in find_equalization_pairs(graph) if set(factors.get(pair.tensor, ())) - {1.0}]
-    return any(step.sigmoid for pair in pairs for step in pair.steps)
-
-
-def _equalize(
-    graph: Graph,
-    pairs: Sequence[EqualizationPair],
-    magnitudes: Mapping[str, Array],
-    per_channel: Collection[str],
-    unscaled: Collection[str],
-) -> dict[str, Array]:
-    """Returns the channel factors of each pair, which are 1 if the channels pass through `unscaled` sigmoids."""
-    constants = ScaledConstants(graph)
-    total = {name: np.ones(len(magnitude)) for name, magnitude in magnitudes.items()}
+    pairs, constants = [pair for pair, _ in found], ScaledConstants(graph)
     # The lower bound is applied once, not in each pass: otherwise a channel that is always zero would be scaled up in
     # every pass.
+    magnitudes = {pair.tensor: _magnitude(pair, ranges) for pair, ranges in found}
     least = {name: np.maximum(each, _LEAST_SHARE * each.max()) for name, each in magnitudes.items()}
+    total = {name: np.ones(len(each)) for name, each in magnitudes.items()}
     shared = any(constants.find_sharing(pair, per_channel) for pair in pairs)
     for _ in range(_PASSES if shared else _PASSES_PER_CHANNEL):
         for pair in pairs:
-            if any(step.sigmoid in unscaled for step in pair.steps):
-                continue
             magnitude = least[pair.tensor] * total[pair.tensor]
             made_by = constants.producer_sizes(pair, per_channel)
             factors = balance_channels(magnitude, made_by, constants.consumer_sizes(pair, per_channel), pair.ceiling)
             constants.scale(pair, factors)
             total[pair.tensor] *= factors
-    return total
+    return {name: tuple(factors.tolist()) for name, factors in total.items() if (factors != 1).any()}
 
 
 def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work: Path | None = None) -> Graph:
@@ -326,7 +251,6 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
             return view_file(kept)
     pairs = {pair.tensor: pair for pair in find_equalization_pairs(graph)}
     constants, renamed, powers = ScaledConstants(graph), dict[str, str](), dict[str, str]()
-    sigmoids: dict[str, Array] = {}
     for name, its in factors.items():
         values, pair = np.asarray(its), pairs.get(name)
         mantissas, exponents = np.frexp(values)
@@ -335,14 +259,8 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
         constants.scale(pair, values)
         renamed |= {tensor: tensor + SUFFIX for tensor in pair.tensors}
-        powers |= dict.fromkeys((name, *pair.reshaped), write_powers(values))
-        for step in pair.steps:
-            powers[step.tensor] = write_powers(values)
-            if step.sigmoid and (values != 1).any():
-                rank = len(graph.dims(step.tensor)) or -pair.axis
-                sigmoids[step.sigmoid] = along(values, pair.axis, rank)
+        powers |= dict.fromkeys(pair.tensors, write_powers(values))
     proto = constants.write(renamed, None if kept is None else work)
-    restore_sigmoid_inputs(proto, sigmoids)
     proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
     if kept is None:
         return view_model(proto, graph.folder)
@@ -363,27 +281,16 @@ def equalize_calibration(
     """
     if not factors:
         return calibration
-    nodes = {node.name: node for node in graph.nodes}
     changed: dict[str, TensorRange] = {}
-    saturations: dict[str, float] = {}
     measured = measure_pairs(graph, Path(calibration.statistics), calibration.ranges["minmax"])
     for pair, found in ((pair, found) for pair, found in measured if pair.tensor in factors):
         scale = np.asarray(factors[pair.tensor])
         for name, its in found.items():
             changed[name] = snap_range(TensorRange(low=(its.low * scale).min(), high=(its.high * scale).max()))
         changed |= dict.fromkeys(pair.reshaped, changed[pair.tensor])
-        through = [step for step in pair.steps if step.sigmoid and step.tensor in changed]
-        saturations |= {step.tensor: saturation_of(nodes[step.sigmoid]) for step in through}
     renamed = {name for pair in find_equalization_pairs(graph) if pair.tensor in factors for name in pair.tensors}
     ranges = {
-        method: {
-            **{name + SUFFIX if name in renamed else name: changed.get(name, seen) for name, seen in own.items()},
-            **{
-                name + RESTORED: snap_range(TensorRange(low=max(own[name].low, -most), high=min(own[name].high, most)))
-                for name, most in saturations.items()
-                if name in own
-            },
-        }
+        method: {name + SUFFIX if name in renamed else name: changed.get(name, seen) for name, seen in own.items()}
         for method, own in calibration.ranges.items()
     }
     return msgspec.structs.replace(calibration, ranges=ranges)
@@ -396,13 +303,13 @@ def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dic
 
 
 def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:
-    """Returns the size of each channel: in the pair's tensor, or before a slope or SiLU if it is larger there.
+    """Returns the size of each channel: in the pair's tensor, or before a slope if it is larger there.
 
     "Larger" is relative to the largest channel of each tensor.
     """
     own = ranges[pair.tensor].magnitude()
     share = own / max(float(own.max()), TINY)
-    for step in (step for step in pair.steps if step.sigmoid or (step.negative_only and (step.slope != 1).any())):
+    for step in (step for step in pair.steps if step.negative_only and (step.slope != 1).any()):
         before = ranges[step.tensor].magnitude()
         share = np.maximum(share, before / max(float(before.max()), TINY))
     return np.asarray(share * own.max())

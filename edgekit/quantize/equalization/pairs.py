@@ -1,23 +1,17 @@
 """Finds the pairs for cross-layer equalization: tensors whose channels the constants around them can scale.
 
-Through SiLU and HardSwish, x * sigmoid(x), channels are scaled exactly: the input of the sigmoid is scaled back. The
-factors are noted in the model's metadata.
+The factors are noted in the model's metadata.
 """
-
-from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.model.model import refill
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_regions import find_float_regions
 from edgekit.quantize.graph.layers import Layer, read_layers
-from edgekit.quantize.ranges import sigmoid
 from edgekit.serialize import ready_type
 
 SUFFIX = "_equalized"
@@ -26,96 +20,6 @@ NOTE = "edgekit.equalized"
 """The metadata key of the factors: JSON, by the name that the tensor had before."""
 # Characters 40 to 120, printable ASCII, for the powers -40 to 40: metadata in ONNX is text.
 _ZERO_POWER, _MOST_POWER = 80, 40
-RESTORED = ".edgekit.back"
-"""The suffix of the names of tensors that are scaled back."""
-LEAST_RATIO = 8.0
-"""The ratio between channels (3 bits of 8) from which a product before the sigmoid is worth it; chosen by hand."""
-# Beyond this a sigmoid is closer to its limit than a step of 1/256: sigmoid(-8) is 3.4e-4.
-_SIGMOID_REACH = 8.0
-# Negative inputs whose product is less than this share of the channel's largest may be clipped: it is a quarter of a
-# step of 8 bits over that channel alone.
-_NEGLIGIBLE = 0.001
-# x sigmoid(x) has its minimum at -1.28; below -_KNEE its magnitude only falls, and at -_FAR it is about zero.
-_KNEE, _FAR = 1.3, 40.0
-# So many bisections leave 2^-60 of a range, less than the resolution of float64.
-_HALVINGS = 60
-
-
-def find_silu(graph: Graph, product: Node) -> Node | None:
-    """Returns the Sigmoid or HardSigmoid of x if `product` is x times that, and nothing else reads x or it."""
-    if product.op_type != "Mul" or len(product.input) != 2:
-        return None
-    for name, squashed in (product.input, product.input[::-1]):
-        node = graph.producers.get(squashed)
-        if node is None or node.op_type not in {"Sigmoid", "HardSigmoid"} or node.input[0] != name:
-            continue
-        readers = {reader.name for reader in graph.readers(name)}
-        alone = readers == {node.name, product.name} and len(graph.readers(squashed)) == 1
-        inner = {name, squashed}.isdisjoint(graph.outputs | graph.captured)
-        return node if alone and inner and _numbers(node).get("beta", 0.5) == 0.5 else None
-    return None
-
-
-def saturation_of(node: Node) -> float:
-    """Returns the distance from 0 beyond which a Sigmoid or HardSigmoid is saturated."""
-    return _SIGMOID_REACH if node.op_type == "Sigmoid" else 0.5 / _numbers(node).get("alpha", 0.2)
-
-
-def invert_silu(node: Node, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
-    """Returns the lowest and highest relevant value of each channel of x, from those of x * sigmoid(x).
-
-    `node` is the sigmoid, `floor` an estimate of the lowest value of each channel of x. Values of x for which the
-    product is about 0 are not relevant.
-    """
-    enough = _negligible_below(node, np.maximum(np.maximum(np.abs(low), np.abs(high)), np.finfo(np.float32).tiny))
-    # For positive x the product rises, and sigmoid(x) >= 1/2: x is at most twice the product.
-    below, above = np.zeros(len(high)), np.maximum(2 * high, 0.0)
-    for _ in range(_HALVINGS):
-        middle = (below + above) / 2
-        is_less = middle * _squash(node, middle) < high
-        below, above = np.where(is_less, middle, below), np.where(is_less, above, middle)
-    return np.maximum(np.minimum(floor, 0.0), -enough), above
-
-
-def _negligible_below(node: Node, reach: Array) -> Array:
-    """Returns the distance below 0 from which x * sigmoid(x) is negligible relative to `reach`, its magnitude."""
-    places = np.linspace(_KNEE, _FAR, 4096)
-    rest = np.abs(-places * _squash(node, -places))
-    return np.asarray(np.interp(-_NEGLIGIBLE * reach, -rest, places))
-
-
-def restore_sigmoid_inputs(proto: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
-    """Inserts products that scale the inputs of Sigmoid and HardSigmoid nodes back; changes `proto`.
-
-    `factors` holds the factors by the name of the sigmoid node, in a shape that broadcasts to its input. A tensor that
-    is scaled back is named as before equalization, with the suffix RESTORED.
-    """
-    graph, nodes = proto.graph, list[onnx.NodeProto]()
-    known = {value.name: value for value in graph.value_info}
-    for node in reversed(graph.node):
-        nodes.append(node)
-        if node.name not in factors:
-            continue
-        made = node.input[0]
-        restored, constant = f"{made.removesuffix(SUFFIX)}{RESTORED}", f"{node.name}.edgekit.factors"
-        graph.initializer.append(numpy_helper.from_array((1 / factors[node.name]).astype(np.float32), constant))
-        node.input[0] = restored
-        nodes.append(helper.make_node("Mul", [made, constant], [restored], name=f"{node.name}.edgekit.scale"))
-        if made in known:
-            graph.value_info.add().CopyFrom(known[made])
-            graph.value_info[-1].name = restored
-    refill(graph.node, nodes[::-1])
-
-
-def _squash(node: Node, values: Array) -> Array:
-    if node.op_type == "Sigmoid":
-        return sigmoid(values)
-    return np.clip(values * _numbers(node).get("alpha", 0.2) + 0.5, 0, 1)
-
-
-def _numbers(node: Node) -> dict[str, float]:
-    return {name: value for name, value in node.attributes.items() if isinstance(value, float)}
-
 
 # The constant inputs that determine the size of output channels, as (input, axis of the channels), from the shapes that
 # the ONNX operators demand. Both weight and bias, since a bias must be scaled too.
@@ -141,14 +45,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor before that of a pair, and how to invert the node after it: value = (value - shift) / slope.
 
     With `negative_only` the slope applies to negative values only; if it is not positive, the node cannot be inverted.
-    With `sigmoid`, the name of a Sigmoid or HardSigmoid node, the node multiplies the tensor by its sigmoid.
     """
 
     tensor: str
     shift: Array
     slope: Array
     negative_only: bool = False
-    sigmoid: str = ""
 
 
 class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +133,7 @@ def _trace(graph: Graph, name: str, axis: int, channels: int) -> _Origin | None:
         if (passed := _pass_back(graph, node, axis, channels)) is None:
             return None
         added, (step,), limit = passed
-        if not step.sigmoid and not (_is_inner(graph, step.tensor) and len(graph.readers(step.tensor)) == 1):
+        if not _is_inner(graph, step.tensor) or len(graph.readers(step.tensor)) != 1:
             return None
         constants, steps, ceiling = constants + added, (*steps, step), ceiling if limit is None else limit
         node = graph.producers.get(step.tensor)
@@ -293,8 +195,6 @@ def _pass_back(graph: Graph, node: Node, axis: int, channels: int) -> _Origin | 
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _read_slope(graph, node, channels)
         return bounds and ((), (msgspec.structs.replace(step, slope=bounds[0], negative_only=True),), bounds[1])
-    if (sigmoid := find_silu(graph, node)) is not None:
-        return (), (msgspec.structs.replace(step, tensor=sigmoid.input[0], sigmoid=sigmoid.name),), None
     constants = _find_constant_input(graph, node, axis, channels) if node.op_type == "Add" else None
     value = graph.constant(node.input[constants[0].index]) if constants else None
     if constants is None or value is None or value.size != channels:

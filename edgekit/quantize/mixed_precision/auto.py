@@ -112,20 +112,16 @@ def plan_minmax(subject: candidates.Subject, plan: QuantPlan) -> QuantPlan:
 
 
 def _plan_best(subject: _Subject) -> QuantPlan:
-    """Returns the best plan of three drafts: unchanged, equalized, and equalized through SiLU too.
+    """Returns the best plan of two drafts: unchanged and equalized.
 
     Roundings that learn from samples are slow: if runs are long, only the best draft gets them, else each that could be
     the best with float weights, which no rounding improves on.
     """
-    unequalized, attempt = _judge(subject, {}), subject.memo.budget.attempt
-    equalized = attempt("equalized channels", _equalize, subject, unequalized, reached=unequalized, through_silu=False)
-    chosen = prefer_draft(unequalized, equalized, candidates.NOTABLE_DB)
-    through_silu = attempt(
-        "channels equalized through SiLU", _equalize, subject, unequalized, reached=chosen, through_silu=True
-    )
-    # Products before sigmoids cost time on a device, as tensors out of 8 bits do.
-    lead = _learn(subject, prefer_draft(chosen, through_silu, relief.LEAST_GAIN_DB))
-    drafts = [each for each in (unequalized, equalized, through_silu) if each is not None]
+    unequalized = _judge(subject, {})
+    equalized = subject.memo.budget.attempt("equalized channels", _equalize, subject, unequalized)
+    is_better = equalized is not None and equalized.best_db > unequalized.best_db + candidates.NOTABLE_DB
+    lead = _learn(subject, equalized if equalized is not None and is_better else unequalized)
+    drafts = [each for each in (unequalized, equalized) if each is not None]
     judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
     plan, tried = _finish(subject, lead)
     return msgspec.structs.replace(
@@ -136,11 +132,6 @@ def _plan_best(subject: _Subject) -> QuantPlan:
 def _learn(subject: _Subject, judged: Judged) -> Judged:
     """Returns a judged draft with roundings that learn from samples among its candidates, where they may gain."""
     return Judged(draft=judged.draft, found=candidates.learn_roundings(judged.draft, judged.found, subject.memo))
-
-
-def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> Judged:
-    """Returns the second draft if it exists and is better by more than `least_gain_db`, else the first."""
-    return second if second is not None and second.best_db > first.best_db + least_gain_db else first
 
 
 def _judge(
@@ -163,20 +154,16 @@ def _judge(
     return _learn(subject, judged) if draft.effort.is_short and judged.found.unrounded_db > reached_db else judged
 
 
-def _equalize(subject: _Subject, unequalized: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
+def _equalize(subject: _Subject, unequalized: Judged) -> Judged | None:
     """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
-    plan = unequalized.draft.plan
     # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
-    is_enough = reached.best_db >= GOOD_DB if through_silu else reached.quick_db >= FAITHFUL_DB
-    if is_enough or (through_silu and not is_relievable(plan)):
+    if unequalized.quick_db >= FAITHFUL_DB or not subject.memo.budget.allows("equalized channels"):
         return None
-    if not subject.memo.budget.allows("equalized channels"):
+    factors = equalize.choose_factors(subject.graph, subject.pairs, unequalized.draft.plan.axes.keys())
+    if not factors:
         return None
-    factors = equalize.choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
-    if not factors or (through_silu and not equalize.scales_silu(subject.graph, factors)):
-        return None
-    method = None if unequalized.draft.effort.is_short else reached.found.candidates[0].method
-    return _judge(subject, factors, method, reached.best_db)
+    method = None if unequalized.draft.effort.is_short else unequalized.found.candidates[0].method
+    return _judge(subject, factors, method, unequalized.best_db)
 
 
 def _finish(subject: _Subject, judged: Judged) -> tuple[QuantPlan, tuple[Candidate, ...]]:

@@ -243,20 +243,6 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> Judgement:
     return judged.add(learned)
 
 
-def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
-    """Returns the plan of a draft with tensors out of 8 bits, with the range method and the rounding chosen again.
-
-    If these few tensors made most of the noise, the former choice was mostly made for them, and may not be the best for
-    the others.
-    """
-    judged = judge_draft(draft, memo)
-    method, rounding = judged.method, draft.plan.rounding
-    if not draft.plan.bits:
-        best = learn_roundings(draft, judged, memo).candidates[0]
-        method, rounding = best.method, best.rounding
-    return choose_ranges(draft.graph, draft.plan, draft.calibration, method, rounding)
-
-
 def choose_rounding(draft: Draft) -> Rounding:
     """Returns "gptq" or the rounding of a draft: that whose weights alone, beside float activations, add less noise.
 

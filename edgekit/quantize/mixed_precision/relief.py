@@ -34,17 +34,15 @@ from edgekit.quantize.plan import (
     read_constant_range,
 )
 from edgekit.quantize.qdq import build_qdq
-from edgekit.quantize.ranges import AUTO_METHODS, TensorRange
+from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Target
 
 COLLAPSED_DB = 20.0
 """Below this ratio, where the amplitude of the error is a tenth of the signal's, a model has collapsed: a choice."""
-# Taking more than this number of tensors out of 8 bits hardly changes which range method is best for the others.
+# With more than this number of tensors out of 8 bits the ranges of inputs are no longer fitted: a choice.
 _FEW_RELIEVED = 8
 # With more than this number the noise of weights counts, which that of activations hid: a choice.
 _MANY_RELIEVED = 80
-# Tensors that cause more than this share of the noise decide which range method is best: a choice.
-_MOST_NOISE = 0.5
 # How many tensors a ranking looks for: first few, which are enough for most models, then as many as later steps take.
 _RANKED = (_FEW_RELIEVED, _MANY_RELIEVED, 160)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
@@ -62,8 +60,7 @@ def relieve_step(subject: candidates.Subject, plan: QuantPlan, count: int, *, be
     None if it has less than half as many tensors, or if nothing would be quantized.
 
     They get 16 bits if the target supports them, and stay float otherwise. `before` is the plan with the next smaller
-    number of them. Its ranges and its rounding are used again, unless few tensors cause most of the noise: then ranges
-    and rounding had been chosen mostly for these tensors, and are chosen again for the others.
+    number of them, whose ranges and rounding are used again.
 
     Raises:
         UsageError: the statistics are gone.
@@ -76,14 +73,10 @@ def relieve_step(subject: candidates.Subject, plan: QuantPlan, count: int, *, be
     relieved = relieve_tensors(graph, plan, (*noise,)[:count], calibration, widens=subject.widens)
     if not quantizes_any(graph, relieved):
         return None
-    is_dominated = count <= _FEW_RELIEVED and bound_relief([*noise.values()], count) > _MOST_NOISE
-    if is_dominated and is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
-        relieved = candidates.choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
-    else:
-        wide = {name: before.wide.get(name, span) for name, span in relieved.wide.items()}
-        relieved = msgspec.structs.replace(
-            relieved, method=before.method, rounding=before.rounding, ranges=before.ranges, wide=wide
-        )
+    wide = {name: before.wide.get(name, span) for name, span in relieved.wide.items()}
+    relieved = msgspec.structs.replace(
+        relieved, method=before.method, rounding=before.rounding, ranges=before.ranges, wide=wide
+    )
     # The step before has chosen the rounding, if it took many tensors out of 8 bits.
     is_chosen = sum(name in before.wide for name in noise) > _MANY_RELIEVED
     if count > _MANY_RELIEVED and not (plan.bits or is_chosen):
