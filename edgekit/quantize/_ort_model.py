@@ -177,4 +177,5 @@ def _read(tensor: onnx.TensorProto) -> Any:
 # originals do.
 base_quantizer.find_by_name = _find
 qdq_quantizer.find_by_name = _find
+base_quantizer.tensor_proto_to_array = _read
 qdq_quantizer.tensor_proto_to_array = _read

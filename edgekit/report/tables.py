@@ -16,9 +16,9 @@ from edgekit.inspect.diff import Delta
 from edgekit.inspect.inspect import SizeReport
 from edgekit.package.package import PackageReport
 from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER
-from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
+from edgekit.quantize.accuracy.predict import Prediction, name_unit, wanted_samples
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.mixed_precision.plan_search import Searched, changes_many, loses_much
+from edgekit.quantize.mixed_precision.plan_search import Searched, changes_many, loses_much, may_lose_much
 from edgekit.quantize.mixed_precision.sensitivity import TensorError
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import PERCENTS, TensorRange, tail_error
@@ -307,8 +307,9 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"no session of it is expected, {report.refusal}; edgekit build leaves such nodes in float"
     if report.advice:
         missed = "no plan loses nothing" if report.max_drop is None else "no plan meets the goal"
-        why = "many decisions change" if changes_many(report.predicted) else missed
-        yield f"{'much is lost' if loses_much(report.predicted) else why}; {report.advice}"
+        tests = {"much is lost": loses_much, "many decisions change": changes_many, "much may be lost": may_lose_much}
+        why = next((words for words, is_so in tests.items() if is_so(report.predicted)), missed)
+        yield f"{why}; {report.advice}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples
     if wanted is not None:
         more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"
@@ -360,12 +361,6 @@ def describe_answers(predicted: Prediction) -> Iterator[str]:
     if predicted.source == ONE_ANSWER:
         same = f"all {predicted.samples} samples have the same answer"
         yield f"warning: {same}, and ranges may cut off what leads to others: add samples that have them"
-
-
-def name_unit(predicted: Prediction) -> str:
-    """Returns the unit of a drop: points for a measure between 0 and 1, else % of the float model's value."""
-    is_share = predicted.measure in {MEASURES["image"].name, MEASURES["values"].name} or (predicted.reference or 0) > 1
-    return "%" if is_share else "points"
 
 
 def describe_prediction(predicted: Prediction) -> str:

@@ -88,6 +88,18 @@ def test_a_probability_that_never_crosses_a_half_is_told(shift: float, said: str
     assert not told or "0.5, add samples with the other answer" in told[0]
 
 
+def test_no_method_cuts_the_probabilities_that_a_model_answers_with(tmp_path: Path) -> None:
+    """Plans are judged by the logits: a percentile would cut the few high scores of a detector at no cost."""
+    text = "(float[1,4096] x) => (float[4096,1] y) { z = Mul(x, s) a = Sigmoid(z) y = Transpose(a) }"
+    model = save_net(text, tmp_path / "m.onnx", s=np.float32(1))
+    row = np.full((1, 4096), -4, np.float32)
+    row[0, 7] = 3
+    samples = make_samples([{"x": row}] * 4)
+    ranges = calibrate_model(model, samples, work=tmp_path / "work", methods=tuple(RANGE_METHODS)).ranges
+    assert ranges["percentile-99.9"]["z"].high < 0
+    assert {ranges[method]["a"].high for method in RANGE_METHODS} == {1}
+
+
 def test_every_method_stays_within_minmax(net: Model, tmp_path: Path) -> None:
     calibration = calibrate_model(net, random_samples(net), work=tmp_path / "all", methods=tuple(RANGE_METHODS))
     assert calibration.ranges.keys() == RANGE_METHODS.keys()

@@ -377,6 +377,11 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(begin: Begin) -> No
         assert searched.advice
 
 
+def test_advice_names_no_tensor_that_makes_less_than_a_tenth_of_the_noise(begin: Begin) -> None:
+    _, searched = run_all(begin(told(0.1, 0.9), may_widen=True))
+    assert searched.advice and "loses most" not in searched.advice
+
+
 @pytest.mark.parametrize(
     ("drop", "target", "advice"),
     [
@@ -389,6 +394,21 @@ def test_advice_is_given_from_two_points_on(begin: Begin, drop: float, target: s
     _, searched = run_all(begin(told(drop), target=target, may_widen=True))
     assert searched.advice.startswith(advice)
     assert bool(searched.advice) == bool(advice)
+
+
+@pytest.mark.parametrize(("ratio", "high", "is_said"), [(3.0, 0.07, True), (3.0, 0.02, False), (20.0, 0.07, False)])
+def test_advice_is_given_where_the_samples_leave_open_what_is_lost(
+    begin: Begin, ratio: float, high: float, *, is_said: bool
+) -> None:
+    """A layout detector with 3 dB was told to lose 1.80 points (-3 to 7), without a word of what would help."""
+
+    def measure(quantized: Model) -> Prediction:
+        found = told(0.003, ratio)(quantized)
+        return msgspec.structs.replace(found, drop_interval=(-0.03, high), measure=MEASURES["image"].name)
+
+    _, searched = run_all(begin(measure, may_widen=True))
+    assert searched.advice.startswith("--precision int16: 0.30 % are lost" if is_said else "")
+    assert bool(searched.advice) == is_said
 
 
 @pytest.mark.parametrize(("kept", "is_said"), [(0.62, True), (0.91, False)])

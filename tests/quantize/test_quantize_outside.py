@@ -4,6 +4,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from fixture_types import present
 from quantize_models import make_model, plan_model, quantize, random_samples
@@ -12,7 +13,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.constants import read_array
 from edgekit.model.external import read_place
-from edgekit.model.model import Model, find_reads
+from edgekit.model.model import Model, find_reads, read_proto
 from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.calibration.augment import augment_graph
@@ -55,6 +56,15 @@ def test_weights_inside_are_never_read_whole(model: Model, tmp_path: Path, monke
     assert [place.file for place in places] == ["m.onnx"] * 2
     assert np.array_equal(graph.weight("w1"), plain_weight)
     assert _quantize(model, tmp_path / "outside") == plain
+
+
+def test_a_large_bias_outside_is_read(tmp_path: Path) -> None:
+    """Keras's LayerNormalization, written by tf2onnx, has a BatchNormalization with a channel for each row."""
+    text = "g (float[1,40000,2] x) => (float[1,40000,2] y) { y = BatchNormalization(x, s, b, m, v) }"
+    rows = np.random.default_rng(0).uniform(0.5, 1, 40000).astype(np.float32)
+    made = quantize(make_model(text, tmp_path / "m.onnx", constants=dict.fromkeys("sbmv", rows)), tmp_path, "qnn")
+    stored = read_proto(made.model).graph.initializer
+    assert (onnx.TensorProto.INT32, [40000]) in [(tensor.data_type, list(tensor.dims)) for tensor in stored]
 
 
 def test_planning_reads_the_graph_that_was_calibrated_and_another_models_anew(model: Model, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def test_each_reason_is_printed_once_and_large_float_constants_are_named(report:
     [
         (0.021, 0.8, None, "much is lost"),
         (0.02, 0.8, 0.5, "many decisions change"),
+        (0.019, 0.95, 0.5, "much may be lost"),
         (0.02, 0.95, 0.5, "no plan meets the goal"),
         (0.02, 0.95, None, "no plan loses nothing"),
     ],
@@ -185,6 +186,7 @@ def test_advice_says_why_it_is_given(
     report: QuantizeReport, drop: float, agreement: float, goal: float | None, why: str
 ) -> None:
     predicted = replace(report.predicted, drop_estimate=drop, top1_agreement=agreement, measure="top-1 accuracy")
+    predicted = replace(predicted, drop_interval=(-0.01, 0.03), sqnr_db=15.0 if "may" in why else 25.0)
     told = replace(report, predicted=predicted, advice="try int16", max_drop=goal)
     assert f"{why}; try int16" in [*describe_quantization(told)]
 

@@ -97,6 +97,12 @@ class Look(NamedTuple):
     is_whole: bool
 
 
+def name_unit(predicted: Prediction) -> str:
+    """Returns the unit of a drop: points for a measure between 0 and 1, else % of the float model's value."""
+    is_share = predicted.measure in {MEASURES["image"].name, MEASURES["values"].name} or (predicted.reference or 0) > 1
+    return "%" if is_share else "points"
+
+
 def wanted_samples(prediction: Prediction) -> float | None:
     """Returns how many samples would narrow the interval to half a point to each side, None if these are enough.
 

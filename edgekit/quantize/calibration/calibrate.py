@@ -26,7 +26,13 @@ from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.float_graph import float_activations, read_float_graph, read_stored_graph, store_float_graph
+from edgekit.quantize.graph.float_graph import (
+    float_activations,
+    known_bounds,
+    read_float_graph,
+    read_stored_graph,
+    store_float_graph,
+)
 from edgekit.quantize.ranges import (
     AUTO_METHODS,
     METHODS,
@@ -242,11 +248,17 @@ def _choose_ranges(
     exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
     histograms = statistics.histograms() | dict.fromkeys(masked, empty)
     readers = find_nonlinearities(graph)
+    # Plans are judged by what a Sigmoid or Softmax reads: what it makes for an output would be cut at no cost, and the
+    # rare high scores of a detector with it.
+    judged = {each.reader for each in find_compared_tensors(graph)}
+    squashing = (node for node in graph.nodes if node.name in judged and None not in known_bounds(graph, node))
+    answers = {node.output[0] for node in squashing}
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         choose = RANGE_METHODS[method]
         chosen = {
-            name: choose(its, mean[name], histograms.get(name, empty), readers.get(name)) for name, its in exact.items()
+            name: its if name in answers else choose(its, mean[name], histograms.get(name, empty), readers.get(name))
+            for name, its in exact.items()
         }
         for name, source in reversed(list(aliases.items())):
             if source in chosen:

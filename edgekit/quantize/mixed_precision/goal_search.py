@@ -12,7 +12,7 @@ import msgspec
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
-from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction, name_unit
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -261,7 +261,7 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
     """
     search, chosen, wider = choice.search, choice.chosen, choice.search.wider
     misses = adopts and not choice.found.met and wider is not None
-    is_worth = misses or plan_search.loses_much(chosen.prediction) or plan_search.changes_many(chosen.prediction)
+    is_worth = misses or plan_search.may_lose_much(chosen.prediction) or plan_search.changes_many(chosen.prediction)
     if not is_worth or not choice.allows(plan_search.MORE_RELIEF):
         return
     step: str = wider or f"relieve {_MANY}"
@@ -294,15 +294,20 @@ def _advise(choice: _Choice, advice: str) -> None:
     if choice.found.wide_range:
         worst = relief.explain_wide_range(choice.found.wide_range[0], search.target)
     elif first.judged:
-        draft, attempt = search.open_draft(first), search.memo.budget.attempt
-        worst = attempt("the tensor that loses most", relief.name_worst, draft, choice.chosen.plan, search.memo) or ""
+        draft, attempt, reached = search.open_draft(first), search.memo.budget.attempt, choice.chosen.prediction.sqnr_db
+        name = partial(relief.name_worst, draft, choice.chosen.plan, search.memo, reached)
+        worst = attempt("the tensor that loses most", name) or ""
     choice.change(advice="; ".join(part for part in (advice, worst) if part))
 
 
 def _weigh(search: plan_search.Search, chosen: Trial, other: Trial) -> str:
     """Returns in words what `other` loses, with its bytes relative to the chosen trial's and its work in integers."""
     lost = other.prediction.drop_estimate
-    figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:z.2f} points are lost"
+    figure = (
+        f"{other.prediction.sqnr_db:.1f} dB"
+        if lost is None
+        else f"{100 * lost:z.2f} {name_unit(other.prediction)} are lost"
+    )
     one, two = chosen.prediction, other.prediction
     is_better = two.loss() < one.loss()
     if plan_search.changes_many(one) and two.top1_agreement is not None:

@@ -232,6 +232,12 @@ def loses_much(prediction: Prediction) -> bool:
     return prediction.sqnr_db < COLLAPSED_DB if drop is None else drop > _MUCH and not is_near(prediction)
 
 
+def may_lose_much(prediction: Prediction) -> bool:
+    """Returns True if the samples do not tell that little is lost: a layout detector with 3 dB, -3 to 7 points."""
+    is_open = prediction.drop_interval is not None and prediction.drop_interval[1] > _MUCH
+    return loses_much(prediction) or (is_open and prediction.sqnr_db < COLLAPSED_DB)
+
+
 def rescues(prediction: Prediction, ruined: Prediction) -> bool:
     """Returns True if a plan loses little where another loses much: then any share of its work may be in integers."""
     return loses_much(ruined) and not loses_much(prediction)
