@@ -91,7 +91,7 @@ def test_a_probability_that_never_crosses_a_half_is_told(shift: float, said: str
 def test_no_method_cuts_the_probabilities_that_a_model_answers_with(tmp_path: Path) -> None:
     """Plans are judged by the logits: a percentile would cut the few high scores of a detector at no cost."""
     text = "(float[1,4096] x) => (float[4096,1] y) { z = Mul(x, s) a = Sigmoid(z) y = Transpose(a) }"
-    model = save_net(text, tmp_path / "m.onnx", s=np.float32(1))
+    model = save_net(text, tmp_path / "m.onnx", s=np.ones(1, np.float32))
     row = np.full((1, 4096), -4, np.float32)
     row[0, 7] = 3
     samples = make_samples([{"x": row}] * 4)
