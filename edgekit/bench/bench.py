@@ -250,9 +250,8 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     oldest has waited 5 ms, or with "full" only when the batch is full. `load_ms` and `first_ms` are the cold start: the
     time to create the session, and that of its first run. The first `warmup` runs were left out. `model_bytes` is the
     size of all loaded files. `threads` and `inter_threads` of 0 mean that ONNX Runtime chose; the latter matter only if
-    nodes ran in `parallel`. `energy_mj` is the energy per sample in millijoules of all processor packages, including
-    other programs, if the system reports it. `warnings` say why the figures are less reliable than they look. If the
-    device failed, `failure` says how, and the figures are 0.
+    nodes ran in `parallel`. `warnings` say why the figures are less reliable than they look. If the device failed,
+    `failure` says how, and the figures are 0.
     """
 
     device: str
@@ -277,7 +276,6 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     first_ms: float = 0.0
     peak_rss_bytes: int = 0
     model_bytes: int = 0
-    energy_mj: float | None = None
     warmup: int = 0
     iterations: int = 0
     threads: int = 0
@@ -407,10 +405,6 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
     series, last = np.concatenate([block.latency_ms for block in blocks]), blocks[-1].run
     counts = count_nodes(last, job)
     median, p90, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 90.0, 95.0, 99.0]))
-    # The energy covers all runs, including warm-up, and the making of the session.
-    used = [latency.find_energy(block.run.before, block.run.after) for block in blocks]
-    runs = sum(len(block.run.latency_ms) for block in blocks)
-    known = [joules for joules in used if joules is not None]
     run = msgspec.structs.replace(
         empty,
         provider_nodes=counts,
@@ -427,7 +421,6 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
         load_ms=last.load_ms,
         first_ms=blocks[0].first_ms,
         peak_rss_bytes=last.peak_rss_bytes,
-        energy_mj=1e3 * sum(known) / (runs * empty.batch) if len(known) == len(used) and runs else None,
         warmup=blocks[-1].warmup,
         iterations=len(series),
         versions=dict(sorted(last.versions.items())),

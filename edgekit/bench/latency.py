@@ -37,20 +37,6 @@ def describe_change(before: DeviceState | None, after: DeviceState | None) -> It
         yield f"the clock of {cpu} changed by {clocks[cpu]:+.0%}"
 
 
-def find_energy(before: DeviceState | None, after: DeviceState | None) -> float | None:
-    """Returns the joules that processor packages used in between, None if not reported or if a counter was reset."""
-    if before is None or after is None:
-        return None
-    used = {
-        name: after.energy_uj[name] - value
-        for name, value in before.energy_uj.items()
-        # Other zones, such as that of the whole board, include the packages.
-        if name.startswith("package") and name in after.energy_uj
-    }
-    # An overflow of a counter is not corrected, because its range differs between processors.
-    return sum(used.values()) / 1e6 if used and min(used.values()) >= 0 else None
-
-
 def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     return {name: after[name] - value for name, value in before.items() if name in after and value}
 

@@ -94,15 +94,10 @@ class PlacedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The temperatures, clocks and used energy of a device, as far as its system reports them.
-
-    Temperatures by sensor in degrees Celsius, clocks by CPU in kHz, and the energy counters of processor packages
-    (Linux's powercap) in microjoules.
-    """
+    """The temperatures by sensor in degrees Celsius and the clocks by CPU in kHz, as far as a system reports them."""
 
     temperatures_c: Mapping[str, float] = {}
     clocks_khz: Mapping[str, int] = {}
-    energy_uj: Mapping[str, int] = {}
 
 
 Phase = Literal["start", "session", "first run", "all runs"]

@@ -96,8 +96,6 @@ def list_bench_remarks(report: BenchReport) -> Iterator[str]:
     for run in report.runs:
         if run.failure is not None:
             yield f"{run.device} failed: {run.failure}"
-        if run.energy_mj is not None:
-            yield f"{run.device}: {run.energy_mj:.3g} mJ a sample by the processor's counters, with all that ran on it"
         yield from (f"{run.device}: {warning}" for warning in run.warnings)
     yield from map(str, report.skipped)
 

@@ -18,7 +18,6 @@ from verify_devices import InProcess
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bench.bench import ROUNDS, Effort, bench_on, bench_subjects, run_block
-from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
@@ -65,9 +64,7 @@ class Phone(InProcess, frozen=True, kw_only=True):
                 times.append(1e3 * (time.perf_counter() - begun))
             else:
                 times.append(10 * self.scale * (1 + self.slowing * index / max(1, count - 1)))
-        before = DeviceState(
-            temperatures_c={"soc": 30.0}, clocks_khz={"cpu7": 3_000_000}, energy_uj={"package-0": 1_000_000}
-        )
+        before = DeviceState(temperatures_c={"soc": 30.0}, clocks_khz={"cpu7": 3_000_000})
         return msgspec.structs.replace(
             run,
             latency_ms=tuple(times),
@@ -159,39 +156,18 @@ def test_two_models_that_run_in_turns_show_which_is_slower(tmp_path: Path) -> No
     assert (told["ratio"]["rounds"], told["ratio"]["interval"]) == (ROUNDS, list(found.ratio.interval))
 
 
-def test_energy_is_reported_where_the_machine_has_counters(tmp_path: Path) -> None:
-    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
-    phone = Phone(after=DeviceState(energy_uj={"package-0": 5_000_000, "package-1": 2_000_000, "psys": 9_000_000}))
-    (run,) = bench_subjects([subject], [phone], [Effort(runs=60)]).runs
-    # The runs of warming up count too: some dozens, of 10 ms each.
-    assert run.energy_mj is not None
-    assert 4e3 / 120 < run.energy_mj < 4e3 / 60
-    before = DeviceState(energy_uj={"package-0": 1_000_000, "package-1": 1_000_000, "psys": 1})
-    assert phone.after is not None
-    assert find_energy(before, phone.after) == 5.0
-    assert find_energy(phone.after, before) is None  # a counter that began anew
-    assert find_energy(None, before) is None
-    assert find_energy(DeviceState(), before) is None
-
-
 def test_governor_temperature_and_load_are_read_from_sysfs(tmp_path: Path) -> None:
     files = {
         "class/thermal/thermal_zone0/temp": "41500",
         "class/thermal/thermal_zone0/type": "x86_pkg_temp",
         "devices/system/cpu/cpu0/cpufreq/scaling_cur_freq": "2600000",
         "devices/system/cpu/cpufreq/policy0": "",
-        "class/powercap/intel-rapl:0/energy_uj": "123",
-        "class/powercap/intel-rapl:0/name": "package-0",
-        "class/powercap/intel-rapl:0:0/energy_uj": "100",
-        "class/powercap/intel-rapl:0:0/name": "core",
-        "class/powercap/intel-rapl:1/name": "package-1",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     state = msgspec.convert(ort_runner.read_state(tmp_path), type=DeviceState)
     assert (state.temperatures_c, state.clocks_khz) == ({"0 x86_pkg_temp": 41.5}, {"cpu0": 2_600_000})
-    assert state.energy_uj == {"package-0": 123}
 
 
 @pytest.mark.parametrize(

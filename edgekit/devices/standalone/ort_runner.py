@@ -327,17 +327,13 @@ def _finish_run(run: Json) -> bytes:
 
 
 def read_state(system: Path = Path("/sys")) -> Json:
-    """Reads sensors, clocks and energy counters, as far as the system has them, like the C++ runner."""
+    """Reads sensors and clocks, as far as the system has them, like the C++ runner."""
     zones, clocks = system.glob("class/thermal/thermal_zone*"), system.glob("devices/system/cpu/cpu[0-9]*")
-    # Zones with two colons in their names are parts of a package, whose counter includes them.
-    packages = system.glob("class/powercap/intel-rapl:[0-9]")
     degrees = {f"{zone.name[12:]} {_first_line(zone / 'type')}": _first_line(zone / "temp") for zone in zones}
     speeds = {cpu.name: _first_line(cpu / "cpufreq" / "scaling_cur_freq") for cpu in clocks}
-    energy = {_first_line(package / "name"): _first_line(package / "energy_uj") for package in packages}
     return {
         "temperatures_c": {name: int(line) / 1e3 for name, line in degrees.items() if line.isdecimal()},
         "clocks_khz": {name: int(line) for name, line in speeds.items() if line.isdecimal()},
-        "energy_uj": {name: int(line) for name, line in energy.items() if line.isdecimal()},
     }
 
 

@@ -90,14 +90,6 @@ MachineState read_state() {
     const long long khz = std::atoll(clock.c_str());
     if (khz >= 0) state.clocks_khz.emplace_back(cpu, khz);
   }
-  // The counters of whole packages (Linux's powercap; AMD's bear the name too). Most systems let only root read them.
-  for (int index = 0; index < kMaxSensors; ++index) {
-    const std::string zone = "/sys/class/powercap/intel-rapl:" + std::to_string(index);
-    const std::string used = first_line(zone + "/energy_uj");
-    if (used.empty()) break;
-    const long long microjoules = std::atoll(used.c_str());
-    if (microjoules >= 0) state.energy_uj.emplace_back(first_line(zone + "/name"), microjoules);
-  }
   return state;
 }
 

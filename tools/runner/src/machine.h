@@ -8,12 +8,10 @@
 
 namespace edgekit {
 
-// Sensors in degrees Celsius, CPUs in kHz, and what packages used so far in microjoules; empty where the system does
-// not tell.
+// Sensors in degrees Celsius and CPUs in kHz; empty where the system does not tell.
 struct MachineState {
   std::vector<std::pair<std::string, double>> temperatures_c;
   std::vector<std::pair<std::string, std::int64_t>> clocks_khz;
-  std::vector<std::pair<std::string, std::int64_t>> energy_uj;
 };
 
 MachineState read_state();

@@ -24,21 +24,15 @@ void append_field(std::string& out, std::string_view key, double value) {
   append_number(out, value);
 }
 
-void append_counts(std::string& out, const std::vector<std::pair<std::string, std::int64_t>>& counts) {
-  for (const auto& [name, count] : counts) {
-    append_key(out, name);
-    out += std::to_string(count);
-  }
-}
-
 void append_state(std::string& out, std::string_view key, const MachineState& state) {
   append_key(out, key);
   out += "{\"temperatures_c\":{";
   for (const auto& [name, degrees] : state.temperatures_c) append_field(out, name, degrees);
   out += "},\"clocks_khz\":{";
-  append_counts(out, state.clocks_khz);
-  out += "},\"energy_uj\":{";
-  append_counts(out, state.energy_uj);
+  for (const auto& [name, khz] : state.clocks_khz) {
+    append_key(out, name);
+    out += std::to_string(khz);
+  }
   out += "}}";
 }
 
