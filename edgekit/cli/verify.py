@@ -41,7 +41,7 @@ from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, diff_runs, find_last_good, list_runs, read_run, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, read_report, recheck_report, require_devices
-from edgekit.verify.two_models import ModelComparison, add_task, compare_models
+from edgekit.verify.two_models import ModelComparison, choose_labels, compare_models
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -386,17 +386,16 @@ def compare_command(
         second = freeze_model(second, work / "frozen-b", shared_constants)
         first, second = lower_model(first, work / "a"), lower_model(second, work / "b")
         progress(f"compare on {samples_to_compare.count} samples")
-        if device is None:
-            report = compare_models(first, second, samples_to_compare, layers=layers)
-        else:
+        on, task = None, None
+        if device is not None:
             opening_target = load_target_here(target) if target else default_target(device, first="nnapi")
-            found = find_device(device, opening_target)
-            report = compare_models(first, second, samples_to_compare, (found, opening_target), layers=layers)
+            on = find_device(device, opening_target), opening_target
         if metric is not None and labels is not None:
             limit = load_metric(metric)
             if max_metric_drop is not None:
                 limit = msgspec.structs.replace(limit, max_drop=max_metric_drop)
-            report = add_task(report, first, second, samples_to_compare, limit, labels=(labels, all_samples))
+            task = limit, choose_labels(limit, labels, all_samples, samples_to_compare.count)
+        report = compare_models(first, second, samples_to_compare, on, layers=layers, task=task)
     if html is not None:
         page = render_comparison(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr)
         write_file(html, page.encode())

@@ -9,7 +9,7 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit.data.samples import Samples, keep_small, map_samples, spread_indices
-from edgekit.data.sets import read_task_labels
+from edgekit.data.sets import Label, read_task_labels
 from edgekit.devices.device import Device
 from edgekit.devices.observe import open_job
 from edgekit.evidence import Judgement, Verdict, join_judgements
@@ -78,16 +78,25 @@ def limit_ratio(min_sqnr_db: float | None) -> Thresholds:
 
 
 def compare_models(
-    a: Model, b: Model, samples: Samples, on: tuple[Device, Target] | None = None, *, layers: bool = False
+    a: Model,
+    b: Model,
+    samples: Samples,
+    on: tuple[Device, Target] | None = None,
+    *,
+    layers: bool = False,
+    task: tuple[TaskLimit, Sequence[Label]] | None = None,
 ) -> ModelComparison:
     """Returns how far model `b` is from model `a`: both run here without optimisation, or `b` runs `on` a device.
 
     Floats are cast if the two models have different float types. Inputs or outputs without a common name are matched by
     position. On a device, `layers` means that the first layer is looked for that it computes differently from this
-    machine: by the tensors inside; if the device cannot return these, model `b` is cut into parts.
+    machine: by the tensors inside; if the device cannot return these, model `b` is cut into parts. `task` is a metric
+    and the label of each sample.
 
     Raises:
+        DataError: the labels or the outputs of `a` are nothing that the metric reads.
         DeviceError: the device is not there.
+        MissingExtraError: the metric needs a package that is not installed.
         ModelError: the layers were asked for, and the models have none in common.
         UsageError: the samples do not fit a model.
         RuntimeRefusal: ONNX Runtime cannot run a model.
@@ -118,6 +127,9 @@ def compare_models(
             found, facts = run.outputs, {"device": device.name, "failure": run.failure}
             facts["located"] = find_device_layer(device, job, work / "layers") if layers else None
         adapted = keep_small(map_samples(found, adapt, source=found.source))
+        if task is not None:
+            limit, labels = task
+            facts |= {"task_limit": limit, "task": measure_task(limit, wanted, adapted, labels)}
         return ModelComparison(
             a=a.name,
             b=b.name,
@@ -149,21 +161,15 @@ def _compare_outputs(
     return tuple(msgspec.structs.replace(each, mismatch=faults[each.name]) for each in outputs)
 
 
-def add_task(
-    report: ModelComparison, a: Model, b: Model, samples: Samples, limit: TaskLimit, *, labels: tuple[Path, Samples]
-) -> ModelComparison:
-    """Returns the comparison with a metric of the task; `labels` is the file of labels and the samples it covers.
+def choose_labels(limit: TaskLimit, path: Path, every: Samples, count: int) -> list[Label]:
+    """Returns the labels of `count` samples, spread evenly over `every`, from a file with a label for each of these.
 
     Raises:
         UsageError: there is no such metric.
-        DataError: the labels or the outputs of `a` are nothing that the metric reads.
-        MissingExtraError: the metric needs a package that is not installed.
+        DataError: the labels are nothing that the metric reads.
     """
-    path, every = labels
     known = read_task_labels(path, find_metric(limit).labels, every)
-    chosen = [known[index] for index in spread_indices(every.count, samples.count)]
-    task = measure_task(limit, run_unoptimized(a, samples), run_unoptimized(b, samples), chosen)
-    return msgspec.structs.replace(report, task=task, task_limit=limit)
+    return [known[index] for index in spread_indices(every.count, count)]
 
 
 def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[str, str]:

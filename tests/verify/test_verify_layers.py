@@ -26,6 +26,7 @@ from edgekit.model.tensors import Array, Reading
 from edgekit.quantize.equalization.pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.report.text import list_comparison_remarks
+from edgekit.target import TaskLimit, load_target
 from edgekit.tune.race import judge_outputs
 from edgekit.verify.layers import matching
 from edgekit.verify.layers.comparison import (
@@ -378,6 +379,16 @@ def test_two_classes_exchanged_fail_without_any_limit_and_sharper_ones_pass(tmp_
     )
     assert exchanged.judge(None) == "fail"
     assert next(list_comparison_remarks(exchanged)).startswith("output 'y' has top-1 agreement 0.")
+
+
+def test_a_metric_of_two_models_is_that_of_the_device(tmp_path: Path) -> None:
+    model, samples = save_softmax(WEIGHT, tmp_path / "m.onnx"), make_samples(8)
+    labels = [int(row["y"].argmax()) for row in matching.run_unoptimized(model, samples)]
+    wrong = InProcess(lie=lambda rows: [{"y": -row["y"]} for row in rows])
+    on, limit = (wrong, load_target("cpu")), TaskLimit(name="top1", max_drop=1.0)
+    found = compare_models(model, model, samples, on, task=(limit, labels))
+    assert (present(found.task).reference, present(found.task).got) == (1.0, 0.0)
+    assert present(compare_models(model, model, samples, task=(limit, labels)).task).got == 1.0
 
 
 def test_a_setting_is_tuned_by_what_the_outputs_of_a_bundle_are_for(tmp_path: Path) -> None:
