@@ -24,7 +24,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.report import checked, tables, text
 from edgekit.report.checked import CheckSummary, render_check
 from edgekit.report.pages import Chart, Mark, make_page
-from edgekit.report.summary import BuildReport, QuantizeReport
+from edgekit.report.summary import ActivationReport, BuildReport, QuantizeReport
 from edgekit.serialize import escape_controls
 from edgekit.verify.layers.comparison import LayerReport, Located, find_first_bad
 from edgekit.verify.metrics.outputs import OutputReport
@@ -163,10 +163,20 @@ def _decibels(db: float | None) -> str:
     return "not finite" if db is None else f"{db:.1f} dB"
 
 
-CHART_HEIGHT = 180
-BAR_WIDTH = 9
 # 20 dB is an error of a tenth of the signal; 35 dB one of less than a fiftieth.
 _GOOD_DB, _BAD_DB, _BEST_DB = 35.0, 20.0, 60.0
+
+
+def draw_bar(layer: ActivationReport) -> Mark:
+    """Returns the bar of an activation, higher (in percent) if the SQNR is lower when it alone is quantized."""
+    sqnr_db = _BEST_DB if layer.sqnr_db is None else layer.sqnr_db
+    return Mark(
+        x=0.0,
+        height=round(max(1.0, 100.0 * (1 - max(0.0, min(sqnr_db, _BEST_DB)) / _BEST_DB)), 1),
+        # A tensor that alone gives less than 20 dB nearly always costs accuracy; above 35 dB it does not.
+        kind="much" if sqnr_db < _BAD_DB else "some" if sqnr_db < _GOOD_DB else "none",
+        title=f"{layer.tensor} ({layer.op}): {sqnr_db:.1f} dB, {layer.bits} bits, {layer.low:.4g} to {layer.high:.4g}",
+    )
 
 
 # What the templates may call.
@@ -191,26 +201,8 @@ def render_comparison(
 
 
 def render_quantization(report: QuantizeReport) -> str:
-    """Returns a quantization as an HTML page: its cost, what was tried, and a bar for each layer.
-
-    The bar is higher if the SQNR is lower when this layer alone is quantized.
-    """
-    bars: list[Mark] = []
-    for layer in report.layers:
-        if layer.sqnr_db is not None:
-            share = max(0.0, min(layer.sqnr_db, _BEST_DB)) / _BEST_DB
-            height = round(max(2.0, CHART_HEIGHT * (1 - share)))
-            span = f"{layer.low:.4g} to {layer.high:.4g}"
-            bar = Mark(
-                x=len(bars) * BAR_WIDTH,
-                y=CHART_HEIGHT - height,
-                height=height,
-                # A tensor that alone gives less than 20 dB nearly always costs accuracy; above 35 dB it does not.
-                kind="much" if layer.sqnr_db < _BAD_DB else "some" if layer.sqnr_db < _GOOD_DB else "none",
-                title=f"{layer.tensor} ({layer.op}): {layer.sqnr_db:.1f} dB, {layer.bits} bits, {span}",
-            )
-            bars.append(bar)
-    return make_page("quantize", tables, report=report, bars=bars, bar_width=BAR_WIDTH, chart_height=CHART_HEIGHT)
+    """Returns a quantization as an HTML page: its cost, what was tried, and a bar for each layer."""
+    return make_page("quantize", *_MODULES, report=report)
 
 
 _Report = BuildReport | CheckReport | ModelComparison | QuantizeReport | VerifyReport
