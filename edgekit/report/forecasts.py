@@ -119,8 +119,6 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
 
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 250.0, 985.0, 30.0, 15.0, 9.0
-# Steps of a logarithmic axis that people read easily.
-_STEPS = (1, 2, 5)
 
 
 def draw_devices(report: ForecastReport) -> Chart | None:
@@ -145,14 +143,11 @@ def draw_devices(report: ForecastReport) -> Chart | None:
             y += _ROW
         marks.append(Mark(x=_LEFT - 10, y=round((begin + y - _ROW) / 2 + 4, 1), label=device))
         y += _GAP
-    decades = range(math.floor(axis.low), math.ceil(axis.high) + 1)
-    steps = [step * 10.0**power for power in decades for step in _STEPS]
-    ticks = tuple((axis.place(ms), f"{ms:g}") for ms in steps if axis.low <= math.log10(ms) <= axis.high)
     limit = report.max_ms
     if limit and axis.low <= math.log10(limit) <= axis.high:
         title = f"{limit} ms at most"
         marks.append(Mark(x=axis.place(limit), y=12, height=y - 10, kind="limit", title=title))
-    return Chart(marks=tuple(marks), columns=ticks, edges=(0, 1000, 18, y + 2), height=y + 26)
+    return Chart(marks=tuple(marks), columns=axis.ticks, edges=(0, 1000, 18, y + 2), height=y + 26)
 
 
 def render_forecast(report: ForecastReport) -> str:

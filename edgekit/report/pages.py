@@ -92,6 +92,13 @@ class LogAxis(msgspec.Struct, frozen=True):
         powers = [math.log10(value) for value in values]
         return cls(min(powers) - 0.05, max(powers) + 0.05, begin, end)
 
+    @property
+    def ticks(self) -> tuple[tuple[float, str], ...]:
+        """The positions and labels of the values 1, 2, 5, 10, 20, ... on the axis."""
+        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+        values = (step * 10.0**power for power in decades for step in (1, 2, 5))
+        return tuple((self.place(it), f"{it:g}") for it in values if self.low <= math.log10(it) <= self.high)
+
     def place(self, value: float) -> float:
         """Returns the position of a value, clamped to the ends of the axis."""
         share = (math.log10(value) - self.low) / (self.high - self.low)

@@ -181,8 +181,8 @@ def draw_roof(profile: DeviceProfile) -> Chart | None:
         return None
     intensities = [node.macs / node.bytes for node in nodes]
     ridges = [roof.float_gmacs / roof.gbytes, roof.integer_gmacs / roof.gbytes]
-    across = _span_decades([*intensities, *ridges], _LEFT, _RIGHT)
-    up = _span_decades([*(node.gmacs_per_s for node in nodes), roof.float_gmacs, roof.integer_gmacs], _BOTTOM, _TOP)
+    across = LogAxis.fit([*intensities, *ridges], _LEFT, _RIGHT)
+    up = LogAxis.fit([*(node.gmacs_per_s for node in nodes), roof.float_gmacs, roof.integer_gmacs], _BOTTOM, _TOP)
 
     def line(peak: float) -> str:
         start = max(10.0**across.low, 10.0**up.low / roof.gbytes)
@@ -199,18 +199,8 @@ def draw_roof(profile: DeviceProfile) -> Chart | None:
         )
         for node, intensity in zip(nodes, intensities, strict=True)
     )
-    columns, rows = (
-        tuple((axis.place(10.0**power), f"{10.0**power:g}") for power in range(int(axis.low), int(axis.high) + 1))
-        for axis in (across, up)
-    )
     lines = {"": line(roof.float_gmacs), "integers": line(roof.integer_gmacs)}
-    return Chart(marks=dots, lines=lines, columns=columns, rows=rows, edges=(_LEFT, _RIGHT, _TOP, _BOTTOM))
-
-
-def _span_decades(values: Sequence[float], begin: float, end: float) -> LogAxis:
-    """Returns an axis from one power of ten to another."""
-    low = math.floor(math.log10(min(values)))
-    return LogAxis(low, max(low + 1, math.ceil(math.log10(max(values)))), begin, end)
+    return Chart(marks=dots, lines=lines, columns=across.ticks, rows=up.ticks, edges=(_LEFT, _RIGHT, _TOP, _BOTTOM))
 
 
 def list_spans(profiled: Profiled) -> dict[str, Any]:
