@@ -15,7 +15,7 @@ from edgekit.errors import DataError
 from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
 from edgekit.serialize import NotebookPage, ready_type, to_json
 from edgekit.target import Thresholds
-from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.layers.comparison import LayerReport, name_first_bad
 from edgekit.verify.run_report import RunReport
 
 Step = Literal["prepare", "quantize", "convert", "provider", "device"]
@@ -70,7 +70,6 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
     taken_macs: float = 1.0
     min_taken_macs: float = 0.0
     attribution: tuple[AttributionStep, ...] = ()
-    first_bad_layer: str | None = None
     layers: tuple[LayerReport, ...] = ()
     attributed_device: str | None = None
     bundle_sha256: str = ""
@@ -94,6 +93,11 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
         # does.
         placements = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
         return min(filter(None, placements), key=lambda placed: Evidence(placed.evidence).rank, default=None)
+
+    @property
+    def first_bad_layer(self) -> str | None:
+        """The first layer of the quantized model whose own error stands out, or None."""
+        return name_first_bad(self.layers)
 
     @property
     def advice(self) -> str | None:

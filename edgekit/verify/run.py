@@ -26,7 +26,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Form, TaskLimit, Verification
 from edgekit.verify import more_runs, own_model, placement, suspects
-from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
+from edgekit.verify.layers.comparison import Located, read_evidence
 from edgekit.verify.layers.on_device import LAYER_SAMPLES, look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_bundled, describe_unlisted
@@ -137,7 +137,6 @@ def verify_bundle(
             *(() if any(run.observes_placement for run in runs) else own_model.find_other_model(bundle)),
         ),
         layers=evidence.layers,
-        first_bad_layer=name_first_bad(evidence.layers),
         notes=tuple(filter(None, (evidence.note, own_model.describe_untested(bundle)))),
     )
     return recheck_report(report, manifest.thresholds)
