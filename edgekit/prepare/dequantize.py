@@ -18,6 +18,7 @@ from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.match import attempt, known, made_by, need
 from edgekit.model import model as models
+from edgekit.prepare.clean import drop_initializer_inputs
 from edgekit.prepare.interface import drop_idle_nodes
 
 # Operators followed by a Cast and a Mul with the scales.
@@ -51,6 +52,7 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
         OutputError: `out` cannot be written.
     """
     proto = models.read_proto(model)
+    drop_initializer_inputs(proto.graph)
     models.refill(proto.graph.node, models.order_nodes(proto.graph))
     writer = _Writer(proto)
     nodes = [(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
@@ -124,6 +126,10 @@ class _Writer:
         source = graph.producers.get(name)
         if source is not None and source.op_type == "DynamicQuantizeLinear":
             need(source.output[1] == scale)
+            return source.input[0]
+        # The static form of the same layers, which ONNX Runtime's quantizer of 2019 wrote.
+        if source is not None and source.op_type == "QuantizeLinear" and reader.op_type in _LAYERS:
+            need(source.input[1] == scale)
             return source.input[0]
         need(graph.constants.keys() >= {scale, *filter(None, [zero])})
         is_single = graph.value(scale).elements == 1

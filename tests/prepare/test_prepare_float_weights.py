@@ -345,3 +345,25 @@ def test_weights_in_another_file_are_left_alone_and_nothing_is_promised(tmp_path
     fixed = fix_model(model, tmp_path / "out" / "m.onnx", [UNSIGNED_WEIGHTS])
     assert fixed.fixes == ()
     assert (weights(fixed.model.path)[0] == 3).all()
+
+
+def test_a_layer_in_integers_with_constant_scales_becomes_float(tmp_path: Path) -> None:
+    """As ONNX Runtime's quantizer of 2019 wrote it, with IR version 3: each constant is an input too."""
+    body = """g (float[2,8] x) => (float[2,4] y) {
+        q = QuantizeLinear(x, s, z) a = MatMulInteger(q, v, z, vz)
+        e = Cast <to = 1> (a) scales = Mul(s, vs) y = Mul(e, scales) }"""
+    rng = np.random.default_rng(0)
+    weights: dict[str, Array] = {
+        "v": rng.integers(0, 255, (8, 4)).astype(np.uint8), "vs": np.array(0.01, np.float32),
+        "vz": np.array(128, np.uint8), "s": np.array(0.02, np.float32), "z": np.array(128, np.uint8),
+    }  # fmt: skip
+    proto = onnx.load(str(make_model(body, tmp_path / "q.onnx", weights=weights).path))
+    proto.graph.input.extend(
+        onnx.helper.make_tensor_value_info(each.name, each.data_type, each.dims) for each in proto.graph.initializer
+    )
+    onnx.save(proto, str(tmp_path / "q.onnx"))
+    made = dequantize_model(load_model(tmp_path / "q.onnx"), tmp_path / "f.onnx")
+    assert [node.op_type for node in onnx.load(str(made.path)).graph.node] == ["MatMul"]
+    inputs = {"x": rng.uniform(-2, 2, (2, 8)).astype(np.float32)}
+    found, rounded = (run_model(tmp_path / name, inputs)["y"] for name in ("f.onnx", "q.onnx"))
+    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
