@@ -319,7 +319,8 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:
     """Returns True if a graph seems to have a LayerNormalization in parts: a division by the root of a variance.
 
-    The variance is the mean of (x - mean(x))^2, or mean(x^2) - mean(x)^2, as JAX writes it.
+    The variance is the mean of (x - mean(x))^2, or mean(x^2) - mean(x)^2, as JAX writes it. tf2onnx gives that of Keras
+    to a BatchNormalization.
     """
     makers = {name: node for node in graph.node for name in node.output}
 
@@ -336,7 +337,10 @@ def _has_parted_norms(graph: onnx.GraphProto) -> bool:
     divisors = [node.input[-1] for node in graph.node if node.op_type in {"Div", "Reciprocal"} and node.input]
     centred, difference = (_SQUARES, _SUB, _MEANS), (_SUB, _MEANS, _SQUARES)
     paths = [(frozenset({"Sqrt"}), frozenset({"Add"}), *variance) for variance in ((_MEANS, *centred), difference)]
-    return any(climb(name, *path) for name in divisors for path in paths)
+    variances = [node.input[4] for node in graph.node if node.op_type == "BatchNormalization" and len(node.input) == 5]
+    return any(climb(name, *path) for name in divisors for path in paths) or any(
+        climb(name, frozenset({"ReduceSumSquare"})) for name in variances
+    )
 
 
 _SQUARES, _SUB, _MEANS = frozenset({"Mul", "Pow"}), frozenset({"Sub"}), frozenset({"ReduceMean", "ReduceSum"})

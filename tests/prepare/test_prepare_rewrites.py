@@ -151,7 +151,16 @@ def test_an_older_model_gets_the_opset_of_layer_norms_only_where_it_needs_it(tmp
     # What lies further back than ten nodes is not looked for.
     copies = " ".join(f"k{at + 1} = Identity(k{at})" for at in range(5))
     far = FLAX_NORM.replace("v = Reshape(f, s)", f"k0 = Reshape(f, s) {copies} v = Identity(k5)")
-    rows = ((FLAX_NORM, 15, 17), (product, 15, 15), (between, 15, 15), (far, 15, 15), (fused, 15, 17), (fused, 18, 18))
+    keras = CASES["join-moments"].pattern
+    rows = (
+        (keras, 16, 17),
+        (FLAX_NORM, 15, 17),
+        (product, 15, 15),
+        (between, 15, 15),
+        (far, 15, 15),
+        (fused, 15, 17),
+        (fused, 18, 18),
+    )
     for text, own, opset in rows:
         model = make_model(text, tmp_path / "m.onnx", opset=own)
         assert prepare_model(model, tmp_path / "out.onnx", {}).opsets["ai.onnx"] == opset

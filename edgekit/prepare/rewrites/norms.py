@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekit.graph import match
 from edgekit.graph.constants import LAYER_NORM_SINCE
-from edgekit.graph.graph import Graph
+from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import fraction_of, keeps_axis, known, made_by, mean_of, need, single, unshape
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.model.tensors import MAX_HALF
@@ -132,6 +132,35 @@ def join_layer_norm(writer: Writer) -> None:
         moved = writer.add("Transpose", [norm.data], "moved", perm=order)
         normal = writer.add("LayerNormalization", [moved, *vectors], "normal", axis=-1, epsilon=norm.epsilon)
         writer.add("Transpose", [normal], perm=[order.index(axis) for axis in range(len(shape))])
+
+
+@node_rewrite("join-moments", {"BatchNormalization"}, since=LAYER_NORM_SINCE, floats=True)
+def join_moments(writer: Writer) -> None:
+    """Rewrites a BatchNormalization by the mean and variance of its own input, [1, rows, ...], as a LayerNormalization.
+
+    So tf2onnx writes Keras's LayerNormalization: each row is a channel, and the scale and shift of the layer follow in
+    nodes of their own. The last bits may differ (1e-5 relative).
+    """
+    graph, node, shape = writer.graph, writer.node, writer.shape()
+    need(len(shape) > 2 and shape[0] == 1)
+    axes, size = [0, *range(2, len(shape))], math.prod(shape[2:])
+
+    def reduces(reduced: Node) -> bool:
+        return list(match.reduced_axes(graph, reduced) or ()) == axes
+
+    squeezed = made_by(graph, node.input[3], "Squeeze")
+    mean = known(made_by(graph, squeezed.input[0] if squeezed else node.input[3], "ReduceMean"))
+    quotient = known(made_by(graph, node.input[4], "Div"))
+    squares = known(made_by(graph, quotient.input[0], "ReduceSumSquare"))
+    centred = known(made_by(graph, squares.input[0], "Sub"))
+    need(centred.input == (writer.x, mean.output[0]) and mean.input[0] == writer.x)
+    need(graph.number(quotient.input[1]) == size and reduces(mean) and reduces(squares))
+    for name, plain in zip(node.input[1:3], (1, 0), strict=True):
+        need((known(graph.inline(name)) == plain).all())
+    flat = writer.reshape(writer.x, "rows", [shape[1], size], "flat")
+    ones, epsilon = writer.constant("scale", np.ones(size)), node.number("epsilon", 1e-5)
+    normal = writer.add("LayerNormalization", [flat, ones], "normal", axis=-1, epsilon=epsilon)
+    writer.reshape(normal, "shape", writer.made)
 
 
 @node_rewrite("join-rms-norm", {"Mul"})
