@@ -397,9 +397,18 @@ def test_advice_is_given_from_two_points_on(begin: Begin, drop: float, target: s
     assert bool(searched.advice) == bool(advice)
 
 
-@pytest.mark.parametrize(("ratio", "high", "is_said"), [(3.0, 0.07, True), (3.0, 0.02, False), (20.0, 0.07, False)])
+@pytest.mark.parametrize(
+    ("target", "ratio", "high", "is_said"),
+    [
+        ("qnn", 3.0, 0.07, True),
+        ("qnn", 3.0, 0.02, False),
+        ("qnn", 20.0, 0.07, False),
+        # Without 16 bits the advice would cost as much as the plan.
+        ("xnnpack", 3.0, 0.07, False),
+    ],
+)
 def test_advice_is_given_where_the_samples_leave_open_what_is_lost(
-    begin: Begin, ratio: float, high: float, *, is_said: bool
+    begin: Begin, target: str, ratio: float, high: float, *, is_said: bool
 ) -> None:
     """A layout detector with 3 dB was told to lose 1.80 points (-3 to 7), without a word of what would help."""
 
@@ -407,7 +416,7 @@ def test_advice_is_given_where_the_samples_leave_open_what_is_lost(
         found = told(0.003, ratio)(quantized)
         return msgspec.structs.replace(found, drop_interval=(-0.03, high), measure=MEASURES["image"].name)
 
-    _, searched = run_all(begin(measure, may_widen=True))
+    _, searched = run_all(begin(measure, target=target, may_widen=True))
     assert searched.advice.startswith("--precision int16: 0.30 % are lost" if is_said else "")
     assert bool(searched.advice) == is_said
 

@@ -261,7 +261,9 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
     """
     search, chosen, wider = choice.search, choice.chosen, choice.search.wider
     misses = adopts and not choice.found.met and wider is not None
-    is_worth = misses or plan_search.may_lose_much(chosen.prediction) or plan_search.changes_many(chosen.prediction)
+    # One more plan is cheap; without 16 bits tensors must be ranked first, which costs as much as all plans did.
+    loses = plan_search.loses_much if wider is None else plan_search.may_lose_much
+    is_worth = misses or loses(chosen.prediction) or plan_search.changes_many(chosen.prediction)
     if not is_worth or not choice.allows(plan_search.MORE_RELIEF):
         return
     step: str = wider or f"relieve {_MANY}"
