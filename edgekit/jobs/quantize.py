@@ -33,7 +33,6 @@ from edgekit.jobs.check import describe_share, gain_on_target
 from edgekit.jobs.forms import warn_of_fp16_loss
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
-from edgekit.model.state import find_fed_back
 from edgekit.model.tensors import check_outputs
 from edgekit.prepare import ready_model
 from edgekit.prepare.clean import freeze_model
@@ -246,13 +245,11 @@ def _open_job(
         precision=precision,
         measure=reference.predict_drop,
         compare=reference.compare,
-        is_clearer=reference.is_clearly_better,
         work=work,
         # The final model is measured after planning, which takes about as long per sample as the calibration.
         memo=Memo(budget=budget.keep_back((time.monotonic() - start) * len(reference.indices) / samples.count)),
         progress=progress,
         may_widen=recipe.precision == "auto",
-        feeds=find_fed_back(sequences.state),
     )
     # With labels, plans are not judged by a part of the samples first.
     if labels is None:

@@ -25,7 +25,6 @@ from edgekit.jobs.check import describe_loss, list_versions
 from edgekit.jobs.forms import Deployed, ModelForTarget, deploy_model, make_sizes, warn_of_fp16_loss
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
-from edgekit.model.state import find_fed_back
 from edgekit.prepare.fix import QNN_NOTES, fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kinds
@@ -282,13 +281,11 @@ class _Strategies:
             precision=strategy.precision,
             measure=inputs.reference.predict_drop,
             compare=inputs.reference.compare,
-            is_clearer=inputs.reference.is_clearly_better,
             look=inputs.reference.look,
             work=work,
             memo=memo,
             progress=self._job.progress,
             may_widen=recipe.precision == "auto",
-            feeds=find_fed_back(inputs.state),
         )
         max_drop = recipe.max_drop
         goal = None if max_drop is None else max_drop / 100

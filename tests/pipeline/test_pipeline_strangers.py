@@ -69,7 +69,7 @@ def test_no_plan_decides_worse_than_plain_minmax(name: str, tmp_path: Path) -> N
     reference = FloatReference(model, samples)
     search = Search(
         model=model, calibration=calibration, target=target, precision="int8", measure=reference.predict_drop,
-        compare=reference.compare, is_clearer=reference.is_clearly_better, work=tmp_path,
+        compare=reference.compare, work=tmp_path,
     )  # fmt: skip
     plan, searched = find_plan(search, max_drop=None, narrow=True)
     written = write_chosen(search, plan, searched, tmp_path / "written.onnx").model

@@ -133,9 +133,9 @@ def make_search(
     """A search for a plan that is judged by what a reference, or a function, says."""
     model, calibration = calibrated
     judged: dict[str, Any] = (
-        {"measure": judge.predict_drop, "compare": judge.compare, "is_clearer": judge.is_clearly_better}
+        {"measure": judge.predict_drop, "compare": judge.compare}
         if isinstance(judge, FloatReference)
-        else {"measure": judge, "compare": lambda _one, _two: 0.0, "is_clearer": lambda _one, _two: False}
+        else {"measure": judge, "compare": lambda _one, _two: 0.0}
     )
     return Search(
         model=model, calibration=calibration, target=target, precision=precision, work=work, **(judged | more)

@@ -13,16 +13,13 @@ from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
-from edgekit.graph.graph import read_graph
-from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
-from edgekit.model.tensors import Array, StatedOutput
+from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.calibrate import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.goal_search import find_state
 from edgekit.quantize.mixed_precision.plan_search import Goal, search_plan
 from edgekit.quantize.ranges import (
     PARTS,
@@ -39,7 +36,6 @@ from edgekit.quantize.ranges import (
     softmax,
     tail_error,
 )
-from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
 
 
@@ -279,7 +275,7 @@ def test_samples_are_dealt_to_the_parts_in_turn_over_calls_and_restarts() -> Non
     assert whole.freeze().sample_error(26, 26) == 0
 
 
-# State that a model feeds back to itself: plans are judged over whole sequences, and its ranges may be shortened.
+# State that a model feeds back to itself: plans are judged over whole sequences.
 
 STEPS = 8
 # The state is summed up, and 0.1 more at each step in the second model.
@@ -309,45 +305,6 @@ def test_a_quantized_model_gets_its_own_state(tmp_path: Path) -> None:
         few = FloatReference(exact, samples, state=State(steps=STEPS, feeds=feeds), most=most)
         assert list(few.indices) == [*range(counted)]
         assert len([*few.run_pairs(other)]) == counted
-
-
-# A cell that sums up positive numbers, to 300 and more; what it returns is flat beyond 3.
-CELL = """g (float[1,8] x, float[1,8] h, float[1,1,8] c) => (float[1,8] y, float[1,8] new_h, float[1,1,8] new_c)
-  <int64[1] axis = {0}, float[8,8] w = {WEIGHTS}> {
-    old = Squeeze(c, axis) mixed = MatMul(h, w) gate = Sigmoid(mixed) held = Mul(gate, old) new = Add(held, x)
-    new_h = Tanh(new) y = MatMul(new_h, w) new_c = Unsqueeze(new, axis) }"""
-
-
-def make_cell(path: Path) -> Path:
-    weights = np.random.default_rng(0).uniform(0.2, 1, (8, 8)) * np.resize([1, 1, 1, -1], 8)
-    return parse_model(CELL.replace("WEIGHTS", ",".join(f"{each:.3f}" for each in weights.ravel())), path)
-
-
-def test_state_is_found_behind_what_moves_and_gates_it(tmp_path: Path) -> None:
-    graph = read_graph(load_model(make_cell(tmp_path / "m.onnx")))
-    assert find_state(graph, {"c": "new_c"}) >= {"c", "old", "held", "new", "new_c"}
-    assert find_state(graph, {"c": "new_c"}).isdisjoint({"x", "h", "mixed", "gate", "new_h", "y"})
-    assert not find_state(graph, {})
-
-
-@pytest.mark.parametrize("steps", [64, 1])
-def test_ranges_of_state_end_where_it_has_no_effect(steps: int, tmp_path: Path) -> None:
-    rng, count = np.random.default_rng(2), 4 * 64
-    x = (rng.normal(size=(count, 1, 8)) + np.resize([4, -0.1, 0.1, 0], 8)).astype(np.float32)
-    np.savez(tmp_path / "d.npz", x=x, h=np.zeros((count, 1, 8), np.float32), c=np.zeros((count, 1, 1, 8), np.float32))
-    state = State(steps=steps, feeds={"h": "new_h", "c": "new_c"})
-    recipe = Recipe(targets=("qnn",), state=state, outputs={"y": StatedOutput(kind="classes")})
-    model, data = make_cell(tmp_path / "m.onnx"), Data(source=str(tmp_path / "d.npz"))
-    report = quantize_for(model, data, tmp_path / "q.onnx", recipe)
-    drops = {trial.step: trial.drop_estimate or 0.0 for trial in report.trials}
-    cut = {step: drop for step, drop in drops.items() if "state within" in step}
-    if steps == 1:
-        assert not cut
-        return
-    # The search ends with the first range that loses more; before it each lost less.
-    *_, best, last = cut.values()
-    assert report.predicted.drop_estimate == best
-    assert best < min(0.2 * drops["all"], last)
 
 
 # Nets that make images: white that no sample showed, and losses that only smooth images show.

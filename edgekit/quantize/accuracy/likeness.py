@@ -162,21 +162,22 @@ class Likeness:
         count = len(self._samples)
         return bool(self._parts and count) and all(len(records) == count for records in self._records)
 
-    def is_clearly_better_than(self, other: "Likeness", z: float = _LOOKS_Z) -> bool:
+    def is_clearly_better_than(self, other: "Likeness") -> bool:
         """Returns True if this model loses significantly less than another, over the same samples.
 
         Two conditions hold then. A paired t-test over the samples, or over whole sequences, shows that the other's
-        outputs moved farther (decisions change in proportion to that), at the level of `z` normal standard errors: by
-        default that of a group sequential test (`FloatReference.look`). And the loss estimated from changed decisions
-        is not smaller for the other. The quantile of Student's t is computed from the normal one (Abramowitz and
-        Stegun, "Handbook of mathematical functions", 26.7.5, to second order).
+        outputs moved farther (decisions change in proportion to that), at the level of a group sequential test
+        (`FloatReference.look`). And the loss estimated from changed decisions is not smaller for the other. The
+        quantile of Student's t is computed from the normal one (Abramowitz and Stegun, "Handbook of mathematical
+        functions", 26.7.5, to second order).
         """
         count = len(self._samples) // self._steps
         if not (self.is_whole and other.is_whole and count > 1):
             return False
         lost, others = (max(loss.estimate for _, loss in each.judge()) for each in (self, other))
         farther = other.compare(self).reshape(count, self._steps).mean(axis=1)
-        error, freedom = float(np.std(farther, ddof=1)) / math.sqrt(count), count - 1
+        error = float(np.std(farther, ddof=1)) / math.sqrt(count)
+        z, freedom = _LOOKS_Z, count - 1
         bound = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
         return float(farther.mean()) > bound * error and lost <= others
 

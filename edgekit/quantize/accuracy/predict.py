@@ -31,8 +31,6 @@ MOST_CHANGED = 0.1
 """The share of decisions that a plan may change if nothing else is to be said: a choice."""
 WANTED_REACH = 0.005
 """How wide, to each side, the interval of a drop should be at most: half a point."""
-# The normal quantile of a one-sided test at 5 %.
-_ONE_SIDED_Z = 1.645
 # If the records of a model take more bytes, as those of long vectors do, those of the others are dropped: a choice.
 _MOST_REMEMBERED_BYTES = 4 << 20
 # The memory for the kept outputs of the float model, or their room on the disk. Outputs that do not fit are computed
@@ -289,14 +287,6 @@ class FloatReference:
         """
         one, two = (self._judge(each) for each in (first, second))
         return float(one.compare(two).mean()) if one.is_whole and two.is_whole else 0.0
-
-    def is_clearly_better(self, first: Model, second: Model) -> bool:
-        """Returns True if the first of two quantized models loses less than the second, by chance in 5 % of cases.
-
-        Raises:
-            RuntimeRefusal: ONNX Runtime refuses a model.
-        """
-        return self._judge(first).is_clearly_better_than(self._judge(second), _ONE_SIDED_Z)
 
     def look(
         self,

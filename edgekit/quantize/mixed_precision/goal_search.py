@@ -1,15 +1,11 @@
-"""Chooses the plan to write: the result of a search is compared with other plans, and advice says what would help.
-
-The ranges of state that a model feeds back to itself may be shortened.
-"""
+"""Chooses the plan to write: the result of a search is compared with other plans, and advice says what would help."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
-from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction, name_unit
@@ -21,7 +17,6 @@ from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.mixed_precision.weights import keep_more
 from edgekit.quantize.plan import QuantPlan
-from edgekit.quantize.ranges import TensorRange
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
@@ -50,7 +45,6 @@ def find_plan(
         _widen_weights(choice)
         _try_float(choice)
         _compare_with_minmax(choice)
-        _cut_state(choice)
         _try_wider(choice, adopts=max_drop is not None and search.may_widen)
         _keep_taken(choice)
         plan, searched = choice.chosen.plan, choice.found
@@ -121,8 +115,8 @@ class _Choice:
             self.change(trials=(*self.found.trials, trial))
         return trial
 
-    def add_better(self, step: str, make: Callable[[], QuantPlan | None], *, clearly: bool = False) -> bool:
-        """Adds the trial of a plan; returns True if it is chosen, as it loses less than the chosen one.
+    def add_better(self, step: str, make: Callable[[], QuantPlan | None]) -> None:
+        """Adds the trial of a plan, which is chosen if it loses less than the chosen one.
 
         The target must take as much of the work. Of two plans the better is the one that meets the goal. If both do, or
         neither, it is the one that moves the decisions of all samples less: by the mean Hellinger distance of a
@@ -134,16 +128,14 @@ class _Choice:
         trial = self.add(step, make, plan_search.look_against(search, chosen))
         # A trial that is not whole was clearly worse after some of the samples.
         if trial is None or not trial.is_whole or trial.taken_macs < chosen.taken_macs - plan_search.SAME_SHARE:
-            return False
+            return
         is_met, is_better = (each.prediction.meets(self.goal.max_drop) for each in (chosen, trial))
         if is_met == is_better:
             old, new = (plan_search.quantize_step(search, each.step, each.plan).model for each in (chosen, trial))
             # Where no decisions are known, the ratio to the signal is all there is.
-            farther = search.compare(old, new) or chosen.prediction.loss() - trial.prediction.loss()
-            is_better = farther > 0 and (not clearly or search.is_clearer(new, old))
+            is_better = (search.compare(old, new) or chosen.prediction.loss() - trial.prediction.loss()) > 0
         if is_better:
             self.adopt(trial)
-        return is_better
 
 
 def _compare_with_minmax(choice: _Choice) -> None:
@@ -208,28 +200,6 @@ def _widen_weights(choice: _Choice) -> None:
         choice.add_better(f"{chosen.step}, more weights in 8 bits", partial(keep_more, search, chosen.plan, rise))
     elif search.widens or not search.relievable:
         choice.add_better(f"{chosen.step}, weights in 16 bits", partial(plan_search.widen_step, search, chosen.plan))
-
-
-def _cut_state(choice: _Choice) -> None:
-    """Halves the ranges of state, as long as that clearly loses less over whole sequences.
-
-    Example: the cell state of an LSTM counts up to 300, but reaches its outputs through a Tanh, which is flat beyond 9.
-    With the range that samples show, a step of 16 bits is 0.009, and its errors add up from step to step. A gain must
-    be clear, because what the samples show is cut: what seems to gain in a few sequences by chance loses in others.
-    """
-    search, first = choice.search, choice.chosen
-    if not search.feeds or _loses_nothing(first.prediction):
-        return
-    draft = search.open_draft(first.plan)
-    seen = draft.calibration.ranges["minmax"]
-    names = [name for name in find_state(draft.graph, search.feeds) if name in seen]
-    if not names or not draft.effort.is_short:
-        return
-    limit, is_better = max(max(-seen[name].low, seen[name].high) for name in names), True
-    while is_better and limit > 0:
-        limit /= 2
-        make = partial(cut_ranges, first.plan, names, limit)
-        is_better = choice.add_better(f"{first.step}, state within {limit:.3g}", make, clearly=True)
 
 
 def _keep_taken(choice: _Choice) -> None:
@@ -320,45 +290,3 @@ def _weigh(search: plan_search.Search, chosen: Trial, other: Trial) -> str:
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (plan_search.quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))
     return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"
-
-
-# Operators that pass state on without computing with it.
-_PASSING = frozenset(
-    {"Concat", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
-)
-
-
-def find_state(graph: Graph, feeds: Mapping[str, str]) -> frozenset[str]:
-    """Returns the tensors that hold state: fed back, or with the values of such a tensor moved or gated."""
-    found = set[str]()
-    left = [name for feed in feeds.items() for name in feed]
-    while left:
-        name = left.pop()
-        if name in found:
-            continue
-        found.add(name)
-        maker = graph.producers.get(name)
-        left += [each for node in graph.readers(name) if _passes(graph, node) for each in node.output]
-        left += maker.input if maker is not None and maker.op_type in _PASSING else ()
-    return frozenset(found)
-
-
-def cut_ranges(plan: QuantPlan, names: Iterable[str], limit: float) -> QuantPlan:
-    """Returns a plan in which the ranges of some tensors end at `limit` on both sides of zero."""
-    own = frozenset(names)
-
-    def cut(span: TensorRange) -> TensorRange:
-        low, high = (min(max(end, -limit), limit) for end in (span.low, span.high))
-        return TensorRange(low=low, high=high)
-
-    ranges, wide = (
-        {name: cut(span) if name in own else span for name, span in spans.items()} for spans in (plan.ranges, plan.wide)
-    )
-    return msgspec.structs.replace(plan, ranges=ranges, wide=wide)
-
-
-def _passes(graph: Graph, node: Node) -> bool:
-    """Returns True if a node moves values, or is a product with a gate, which lies between 0 and 1."""
-    makers = [graph.producers.get(name) for name in node.input]
-    is_gated = node.op_type == "Mul" and any(maker is not None and maker.op_type == "Sigmoid" for maker in makers)
-    return node.op_type in _PASSING or is_gated

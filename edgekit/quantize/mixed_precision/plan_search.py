@@ -68,26 +68,22 @@ class Search(Subject, frozen=True, kw_only=True):
         measure: returns what a quantized model loses over all samples.
         compare: returns how much more accuracy the first of two quantized models loses than the second, over the same
             samples (`FloatReference.compare`); 0 if no output can be judged.
-        is_clearer: returns True if the first of two quantized models loses significantly less than the second.
         look: measures a model by as few samples as show that it is not the one to write (`FloatReference.look`). None:
             every model is measured by `measure`.
         work: a folder for intermediate files.
         progress: gets messages.
         may_widen: the user did not ask for this precision: if none of its plans meets a goal, 16 bits for all
             activations may be used.
-        feeds: for each input that holds state, the output of the step before that it comes from.
         tried: the plans and the models written for them, by the name of the step; filled by the search.
         checks: what the target takes of these models, by their digests; filled by the search.
     """
 
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
-    is_clearer: Callable[[Model, Model], bool]
     look: Callable[..., Look] | None = None
     work: Path
     progress: Progress = say_nothing
     may_widen: bool = False
-    feeds: Mapping[str, str] = {}
     tried: dict[str, tuple[QuantPlan, QuantizedModel]] = msgspec.field(default_factory=dict)
     checks: dict[str, CheckReport] = msgspec.field(default_factory=dict)
 
