@@ -53,7 +53,7 @@ def find_chance(reference: FloatReference, one: Model, two: Model) -> float:
     gaps = list[float]()
     for group in range(8):
         indices = [index for place, index in enumerate(reference.indices) if place % 8 != group]
-        judged = [Likeness(reference.parts, [own[index] for index in indices]).judge() for own in kept]
+        judged = [Likeness(reference.parts, [own[index] for index in indices]).losses for own in kept]
         gaps.append(float(np.diff([max((loss.estimate for _, loss in each), default=0.0) for each in judged])[0]))
     return 7**0.5 * float(np.std(gaps))
 

@@ -199,7 +199,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
 def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Calibration]:
     """Four layers side by side, each with twelve tensors that make the same noise, and a quarter of the usual steps."""
     monkeypatch.setattr("edgekit.quantize.mixed_precision.plan_search._MORE_THAN_FEW", (10, 15, 20))
-    monkeypatch.setattr("edgekit.quantize.mixed_precision.plan_search._MOST", (30, 40))
+    monkeypatch.setattr("edgekit.quantize.mixed_precision.plan_search._MOST", 40)
     return draw_branches(tmp_path, 4)
 
 
@@ -233,12 +233,6 @@ def test_weights_are_rounded_again_once_activations_hide_no_error(
     monkeypatch.setattr("edgekit.quantize.mixed_precision.relief._MANY_RELIEVED", 30)
     few, many = (present(relieve_step(subject, first, count, before=first)) for count in (30, 40))
     assert [few.rounding, many.rounding] == ["bias", "gptq" if is_like else "bias"]
-    # The next step keeps what was chosen.
-    more = [
-        present(relieve_step(subject, first, 50, before=msgspec.structs.replace(before, rounding="nearest")))
-        for before in (few, many)
-    ]
-    assert [plan.rounding for plan in more] == ["gptq" if is_like else "nearest", "nearest"]
 
 
 def test_a_plan_with_too_little_in_integers_is_not_written(deep: tuple[Model, Calibration], tmp_path: Path) -> None:
@@ -286,14 +280,13 @@ def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisecti
 @pytest.mark.parametrize(
     ("drops", "chosen"),
     [
-        ({20: 0.06, 30: 0.04, 40: 0.038}, "relieve 30"),
-        ({20: 0.06, 30: 0.055}, "relieve 20"),
-        ({20: 0.06, 30: 0.004}, "relieve 30"),
+        ({20: 0.06, 40: 0.04}, "relieve 40"),
+        ({20: 0.06, 40: 0.055}, "relieve 20"),
         ({20: 0.004}, "relieve 20"),
     ],
-    ids=["30 pay", "20 do as well", "30 meet the goal", "20 meet it"],
+    ids=["twice as many pay", "20 do as well", "20 meet the goal"],
 )
-def test_more_tensors_get_16_bits_as_long_as_that_pays(
+def test_twice_as_many_tensors_get_16_bits_where_that_pays(
     wide: tuple[Model, Calibration], tmp_path: Path, drops: dict[int, float], chosen: str
 ) -> None:
     steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
@@ -307,7 +300,7 @@ def test_where_all_make_the_noise_none_leave_8_bits(wide: tuple[Model, Calibrati
     assert [trial.step for trial in few.trials] == ["all"]
     # Of many, still more would take too much of the work out of integers.
     _, many = run_search(begin_search(wide, told(0.3), tmp_path, "cpu"))
-    assert {trial.step for trial in many.trials}.isdisjoint({"relieve 30", "relieve 40"})
+    assert "relieve 40" not in {trial.step for trial in many.trials}
 
 
 def test_the_worst_tensors_take_no_more_noise_than_is_theirs() -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import msgspec
@@ -174,7 +174,7 @@ class Likeness:
         count = len(self._samples) // self._steps
         if not (self.is_whole and other.is_whole and count > 1):
             return False
-        lost, others = (max(loss.estimate for _, loss in each.judge()) for each in (self, other))
+        lost, others = (max(loss.estimate for _, loss in each.losses) for each in (self, other))
         farther = other.compare(self).reshape(count, self._steps).mean(axis=1)
         error = float(np.std(farther, ddof=1)) / math.sqrt(count)
         z, freedom = _LOOKS_Z, count - 1
@@ -189,7 +189,7 @@ class Likeness:
         both. A loss counts as at least _LEAST_LOSS.
         """
         ones, others = (each.distances() for each in (self, other))
-        lost = np.sum([[max(loss.estimate, _LEAST_LOSS) for _, loss in each.judge()] for each in (self, other)], axis=0)
+        lost = np.sum([[max(loss.estimate, _LEAST_LOSS) for _, loss in each.losses] for each in (self, other)], axis=0)
         prices = lost / np.maximum((ones + others).mean(axis=1), _TINY)
         return np.asarray(prices @ (ones - others))
 
@@ -197,8 +197,9 @@ class Likeness:
         """Returns how far the outputs of each sample moved, float64 [parts, samples], in the units of each part."""
         return np.stack([part.measure.distances(own) for part, own in zip(self._parts, self._records, strict=True)])
 
-    def judge(self) -> list[tuple[Part, Loss]]:
-        """Returns each part with its loss; only a broken one if there is one, and none if records are missing."""
+    @cached_property
+    def losses(self) -> list[tuple[Part, Loss]]:
+        """Each part with its loss; only a broken one if there is one, and none if records are missing."""
         # An output with NaN or infinity is lost entirely, whatever its other samples show.
         broken = {place for each in self._samples for place in each.broken}
         if broken:

@@ -446,7 +446,7 @@ class FloatReference:
 
 def _predict(likeness: Likeness, samples: int) -> Prediction:
     """Returns the worst loss of all outputs whose kind is known, over so many samples."""
-    ratios, judged = likeness.ratios(), likeness.judge()
+    ratios, judged = likeness.ratios(), likeness.losses
     unknown = Prediction(
         samples=samples,
         sqnr_db=round(min(ratios, default=math.inf), 3),

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +37,8 @@ from edgekit.target import INTEGERS, Precision
 # How many of the most harmful tensors get more than 8 bits, about 2.5 times as many at each step. Ranking more tensors
 # takes more runs, so the first few are ranked by themselves.
 _FEW, _MORE_THAN_FEW = (1, 3, 8), (20, 40, 80)
-# Further steps, for targets with 16 bits, which keep all work in integers, and models whose runs are short.
-_MOST = (120, 160)
+# One step more, for targets with 16 bits, which keep all work in integers, and models whose runs are short.
+_MOST = 160
 # The default mode keeps at least this share of the first plan's work in integers: a choice.
 DEFAULT_INTEGER_SHARE = 0.75
 # A plan with more tensors out of 8 bits must save at least this much of the drop. Chosen after a small detector with
@@ -304,7 +303,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
     4. If none is good enough, the largest number is tried that may gain a decibel (any, if the user gave the goal).
     5. Then fewer tensors may do: among the numbers between the chosen trial and the next smaller trial, the middle
        one of those whose bound allows a good enough drop is tried, until none is left.
-    6. If the largest number is chosen and misses the goal, more tensors (120, 160) may get 16 bits (`_try_most`).
+    6. If the largest number is chosen and misses the goal, twice as many may get 16 bits (`_try_most`).
     """
     attempts = _Attempts(search, goal, first, state)
     unrelieved = attempts.run(0)
@@ -352,27 +351,26 @@ def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> 
 
 
 def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
-    """Tries still more tensors in 16 bits, as long as the largest number was chosen and the next may gain a decibel.
+    """Tries twice as many tensors in 16 bits, if the largest number was chosen and that may gain a decibel.
 
     The worst weights get 16 bits with them, where that may gain a decibel too.
 
     A transformer has hundreds of tensors with about the same noise, half of which 80 of them cause.
     """
-    if _MORE_THAN_FEW[-1] not in attempts.trials or not search.widens:
+    before, first, memo = _MORE_THAN_FEW[-1], attempts.trials[0].plan, search.memo
+    if before not in attempts.trials or not search.widens:
         return
-    first, memo = attempts.trials[0].plan, search.memo
     if not find_effort(search.graph, search.calibration.samples).is_short:
         return
-    for before, count in pairwise((_MORE_THAN_FEW[-1], *_MOST)):
-        misses = attempts.choose() == before and not goal.is_met(attempts.trials[before].prediction)
-        if not misses or not memo.budget.allows(MORE_RELIEF):
-            return
-        shares = memo.budget.attempt(MORE_RELIEF, bound_relief_by_count, search, first, (before, count))
-        if shares is None:
-            return
-        left = max(1 - shares[before], _NONE_LEFT)
-        if rise_db((shares[count] - shares[before]) / left) < LEAST_GAIN_DB or attempts.run(count) is None:
-            return
+    misses = attempts.choose() == before and not goal.is_met(attempts.trials[before].prediction)
+    if not misses or not memo.budget.allows(MORE_RELIEF):
+        return
+    shares = memo.budget.attempt(MORE_RELIEF, bound_relief_by_count, search, first, (before, _MOST))
+    if shares is None:
+        return
+    left = max(1 - shares[before], _NONE_LEFT)
+    if rise_db((shares[_MOST] - shares[before]) / left) >= LEAST_GAIN_DB:
+        attempts.run(_MOST)
 
 
 class _Attempts:
@@ -381,7 +379,7 @@ class _Attempts:
     def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
         self._search, self._goal, self._first, self._state = search, goal, first, state
         self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
-        most = _MOST if search.widens else ()
+        most = (_MOST,) if search.widens else ()
         self._most = 1 + (len((*_FEW, *_MORE_THAN_FEW, *most)) if search.relievable else 0)
         self._seconds: list[float] = []
         self.trials: dict[int, Trial] = {}
@@ -478,7 +476,7 @@ def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan 
     before = next(trial.plan for trial in reversed(trials) if trial.plan.factors == first.factors)
     plan = relieve_step(search, first, count, before=before)
     # From here on the noise of activations hides that of weights no longer.
-    return plan if plan is None or count not in _MOST else widen_step(search, plan) or plan
+    return plan if plan is None or count != _MOST else widen_step(search, plan) or plan
 
 
 def widen_step(search: Search, plan: QuantPlan) -> QuantPlan | None:

@@ -77,9 +77,7 @@ def relieve_step(subject: candidates.Subject, plan: QuantPlan, count: int, *, be
     relieved = msgspec.structs.replace(
         relieved, method=before.method, rounding=before.rounding, ranges=before.ranges, wide=wide
     )
-    # The step before has chosen the rounding, if it took many tensors out of 8 bits.
-    is_chosen = sum(name in before.wide for name in noise) > _MANY_RELIEVED
-    if count > _MANY_RELIEVED and not (plan.bits or is_chosen):
+    if count > _MANY_RELIEVED and not plan.bits:
         rounding = candidates.choose_rounding(msgspec.structs.replace(draft, plan=relieved))
         return msgspec.structs.replace(relieved, rounding=rounding)
     if count > _FEW_RELIEVED:
