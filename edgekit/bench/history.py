@@ -2,7 +2,7 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -131,24 +131,6 @@ class PastBench(msgspec.Struct, frozen=True, kw_only=True):
 _BENCHES = Table(name="benches", columns={"subject": "TEXT", "machine": "TEXT"}, kind=PastBench, noun="benchmark")
 
 
-class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
-    """A run compared with that of an earlier benchmark on the same device, with the same settings.
-
-    `apart` is True if the confidence intervals do not overlap.
-    """
-
-    device: str
-    settings: str
-    before_ms: float
-    now_ms: float
-    apart: bool
-
-    @property
-    def ratio(self) -> float:
-        """The time now, divided by the earlier one."""
-        return self.now_ms / self.before_ms
-
-
 def record_bench(path: Path, report: BenchReport) -> int:
     """Adds a benchmark to a history file, which is created if necessary, and returns its number.
 
@@ -169,41 +151,33 @@ def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, 
     return _BENCHES.select(path, "WHERE ? IS NULL OR subject = ? ORDER BY id", (subject, subject))
 
 
-def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
-    """Compares each run with the earlier one on the same device with the same settings; failed runs are left out."""
-    earlier = {_run_key(run): run for run in before.runs if run.failure is None and run.median_ms > 0}
-    for run in now.runs:
-        if (other := earlier.get(_run_key(run))) is None or run.failure is not None:
-            continue
-        apart = run.interval_ms[0] > other.interval_ms[1] or run.interval_ms[1] < other.interval_ms[0]
-        device, settings = _run_key(run)
-        yield Slowdown(device=device, settings=settings, before_ms=other.median_ms, now_ms=run.median_ms, apart=apart)
-
-
 def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:
     """Returns a report with a comparison of its times with the last of its subject on a machine like this one.
 
-    A median of more than `max_slowdown` times the earlier one is a regression, if the intervals do not overlap. Runs
-    recorded at different times are not interleaved, so `compare_on` is more reliable.
+    Compared are runs on the same device with the same settings. A median of more than `max_slowdown` times the earlier
+    one is a regression, if the confidence intervals do not overlap. Runs recorded at different times are not
+    interleaved, so `compare_on` is more reliable.
 
     Raises:
         DataError: the file is no history.
     """
     if (last := _BENCHES.find_last(path, subject=report.subject, machine=_name_machine())) is None:
         return report
-    found = tuple(compare_benches(last.report, report))
-    source = f"run {last.id} of {last.time}"
-    notes = (*report.notes, *(_describe(one, source) for one in found))
-    slower = [] if max_slowdown is None else [one for one in found if one.apart and one.ratio > max_slowdown]
-    lines = tuple(f"{_describe(one, source)}, more than {max_slowdown:g} times" for one in slower)
-    return msgspec.structs.replace(report, notes=notes, regressions=lines)
-
-
-def _describe(one: Slowdown, source: str) -> str:
-    overlap = "" if one.apart else "; the intervals overlap"
-    with_settings = f" ({one.settings})" if one.settings else ""
-    figures = f"{one.now_ms:.3g} ms, {one.ratio:.2f} times the {one.before_ms:.3g} ms of {source}"
-    return f"{one.device}{with_settings}: {figures}{overlap}"
+    earlier = {_run_key(run): run for run in last.report.runs if run.failure is None and run.median_ms > 0}
+    notes, regressions = list(report.notes), list[str]()
+    for run in (run for run in report.runs if run.failure is None):
+        if (other := earlier.get(_run_key(run))) is None:
+            continue
+        device, settings = _run_key(run)
+        ratio = run.median_ms / other.median_ms
+        apart = run.interval_ms[0] > other.interval_ms[1] or run.interval_ms[1] < other.interval_ms[0]
+        source = f"{other.median_ms:.3g} ms of run {last.id} of {last.time}"
+        line = f"{device}{f' ({settings})' if settings else ''}: {run.median_ms:.3g} ms, {ratio:.2f} times the {source}"
+        line += "" if apart else "; the intervals overlap"
+        notes.append(line)
+        if max_slowdown is not None and apart and ratio > max_slowdown:
+            regressions.append(f"{line}, more than {max_slowdown:g} times")
+    return msgspec.structs.replace(report, notes=tuple(notes), regressions=tuple(regressions))
 
 
 def _run_key(run: BenchRun) -> tuple[str, str]:

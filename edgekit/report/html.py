@@ -122,7 +122,7 @@ def draw_worst(inputs: Samples, report: VerifyReport | ModelComparison) -> tuple
 
 
 def draw_image(value: Array) -> str | None:
-    """Returns a tensor of one image as a data URI (PNG or JPEG, the smaller), None if it is no image."""
+    """Returns a tensor of one image as a data URI, None if it is no image."""
     if value.dtype.kind not in "fiu" or value.ndim != 4 or value.shape[0] != 1 or not np.isfinite(value).all():
         return None
     # NCHW or NHWC; smaller planes are features, not images.
@@ -136,13 +136,10 @@ def draw_image(value: Array) -> str | None:
     shades = ((values - low) * (255.0 / (high - low)) if high > low else values * 0.0).astype(np.uint8)
     image = Image.fromarray(shades if shades.shape[2] == 3 else shades[:, :, 0])
     image.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
-    uris: list[str] = []
-    for image_format in ("png", "jpeg"):
-        buffer = BytesIO()
-        image.save(buffer, image_format, optimize=True, quality=80)
-        # The image is embedded in the page, because a report is one file and loads nothing.
-        uris.append(f"data:image/{image_format};base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    return min(uris, key=len)
+    buffer = BytesIO()
+    image.save(buffer, "jpeg", optimize=True, quality=80)
+    # The image is embedded in the page, because a report is one file and loads nothing.
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def describe_answers(output: OutputReport) -> str:
