@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgekit.data.intervals import Z95
+from edgekit.data.intervals import Z95, student_95
 from edgekit.devices.device import DeviceState
 
 _Item = TypeVar("_Item")
@@ -53,13 +53,6 @@ _MAX_DRIFT_POINTS = 200
 _MIN_MEDIAN_MS = 1e-9
 _MSER_BATCH = 5
 _MIN_TIME_MS, _CLOCK_TOLERANCE = 0.0005, 1.05
-
-# Student's t for 95 %, two-sided, for 1, 2, ... degrees of freedom. A table avoids scipy as a dependency for one
-# function; for more degrees, the first term of the Cornish-Fisher expansion is used.
-_T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +219,5 @@ def compare_rounds(rounds: Sequence[Sequence[float]]) -> Ratio:
     # Logarithms make the result symmetric: B against A is the inverse of A against B.
     logs = np.log([b / a for a, b in rounds])
     mean = float(logs.mean())
-    degrees = len(logs) - 1
-    quantile = _T95[degrees - 1] if degrees <= len(_T95) else Z95 * (1 + (Z95**2 + 1) / (4 * degrees))
-    half = quantile * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    half = student_95(len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return Ratio(value=math.exp(mean), interval=(math.exp(mean - half), math.exp(mean + half)), rounds=len(logs))

@@ -135,7 +135,8 @@ def test_steps_of_a_sequence_tell_less_than_as_many_samples() -> None:
 
     rng = np.random.default_rng(0)
     own, shared = rng.uniform(0, 0.1, 8 * steps), np.repeat(rng.uniform(0, 0.1, 8), steps)
-    for errors, factor in ((own, 1), (shared, math.sqrt(steps))):
+    # Student's t of seven degrees of freedom.
+    for errors, factor in ((own, 2.365 / 1.96), (shared, math.sqrt(steps) * 2.365 / 1.96)):
         (_, loss), (_, alone) = draw(errors, steps).losses[0], draw(errors, 1).losses[0]
         assert loss.estimate == alone.estimate
         reach, wanted = (each.interval[1] - each.estimate for each in (loss, alone))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from edgekit.data.intervals import Z95, student_95
 from edgekit.model.tensors import Array, Reading, Tensors
 from edgekit.quantize.accuracy import detections
 from edgekit.quantize.accuracy.head_search import Detector
@@ -137,12 +138,13 @@ def _widen(loss: Loss, moved: Array) -> Loss:
 
     Steps of a sequence resemble each other, so that they tell less than as many samples: the variance of a mean is
     larger by 1 + (steps - 1) r, the design effect (L. Kish, "Survey sampling", 1965), with the correlation r within
-    sequences as an analysis of variance finds it.
+    sequences as an analysis of variance finds it. That variance is itself known from a few sequences only, so the ends
+    are those of Student's t with one degree of freedom less than there are sequences.
     """
     steps = moved.shape[1]
     between, within = steps * moved.mean(axis=1).var(ddof=1), moved.var(axis=1, ddof=1).mean()
     likeness = max(0.0, float((between - within) / max(between + (steps - 1) * within, _TINY)))
-    factor = math.sqrt(1 + (steps - 1) * likeness)
+    factor = math.sqrt(1 + (steps - 1) * likeness) * student_95(len(moved) - 1) / Z95
     low, high = (loss.estimate + factor * (end - loss.estimate) for end in loss.interval)
     return msgspec.structs.replace(loss, interval=(max(low, -1.0), min(high, 1.0)))
 
