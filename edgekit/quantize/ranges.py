@@ -17,43 +17,21 @@ from edgekit.quantize.graph.float_graph import range_source
 
 # Bins on each side of zero. ONNX Runtime has as many in total (PercentileCalibrater in its quantization/calibrate.py).
 HALF_BINS = 2048
-PARTS = 8
-"""Samples are assigned to this many parts of a histogram in turn, to estimate the sampling error; chosen by hand."""
-
-# The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
-_T_99 = 3.4995
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of values at bin centres; bins without a value are left out.
 
-    `centers` is ascending, with shape [B], as has `counts`; exact zeros have a bin of their own. `parts` [PARTS, B]
-    holds the counts of each part of the samples.
+    `centers` is ascending, with shape [B], as has `counts`; exact zeros have a bin of their own.
     """
 
     centers: Array
     counts: Array
-    parts: Array
 
     @property
     def total(self) -> int:
         """The number of counted values."""
         return int(self.counts.sum())
-
-    def sample_error(self, measured: int, samples: int) -> float:
-        """Returns how far a share read from this histogram may differ from that over all `samples`.
-
-        `measured` of the samples were counted; the share is that of the values below some value. The error is the
-        half-width of the 99 % interval of Student's t, from the differences between the parts, with the correction for
-        a finite population (W. Cochran, "Sampling Techniques", 1977, 2.7), for the value where it is largest. 99 % at
-        each value give about 95 % for all values at once.
-        """
-        sizes = self.parts.sum(axis=1)
-        if measured >= samples or not sizes.all():
-            return 0.0 if measured >= samples else 1.0
-        shares = np.cumsum(self.parts, axis=1) / sizes[:, None]
-        spread = float(shares.std(axis=0, ddof=1).max())
-        return _T_99 * spread * math.sqrt((1 - measured / samples) / PARTS)
 
 
 class HistogramCollector:
@@ -64,7 +42,7 @@ class HistogramCollector:
     """
 
     def __init__(self) -> None:
-        self._counts, self._zeros = np.zeros((PARTS, 2 * HALF_BINS), np.int32), np.zeros(PARTS, np.int32)
+        self._counts, self._zeros = np.zeros(2 * HALF_BINS, np.int32), np.zeros((), np.int32)
         # The exponent of the width of a bin minus that of the smallest normal float32.
         self._doublings = np.zeros((), np.uint8)
 
@@ -73,23 +51,20 @@ class HistogramCollector:
         return int(self._doublings) - 126
 
     def add(self, values: Array) -> None:
-        """Counts finite floats [samples, values]; samples are dealt to the parts in turn, across calls."""
+        """Counts finite floats."""
         if not values.size:
             return
         magnitude = max(float(values.max()), -float(values.min()))
-        ordinal = int(self._counts.sum() + self._zeros.sum()) // values.shape[1]
-        parts = (ordinal + np.arange(len(values))) % PARTS
-        zeros = values.shape[1] - np.count_nonzero(values, axis=1)
-        np.add.at(self._zeros, parts, zeros.astype(np.int32))
+        zeros = values.size - np.count_nonzero(values)
+        self._zeros += zeros
         if not magnitude:
             return
         self._widen(magnitude)
         # If bins are wide, a small negative value would underflow to -0 in float32, and be counted as positive.
         scaled = values.astype(np.float64 if self._exponent > 0 else values.dtype) * 2.0**-self._exponent
-        bins = np.floor(scaled, out=scaled).astype(np.intp)
-        bins += (parts * 2 * HALF_BINS + HALF_BINS)[:, None]
-        self._counts += np.bincount(bins.reshape(-1), minlength=self._counts.size).reshape(PARTS, -1).astype(np.int32)
-        np.subtract.at(self._counts[:, HALF_BINS], parts, zeros.astype(np.int32))
+        bins = np.floor(scaled, out=scaled).astype(np.intp) + HALF_BINS
+        self._counts += np.bincount(bins.reshape(-1), minlength=self._counts.size).astype(np.int32)
+        self._counts[HALF_BINS] -= zeros
 
     def arrays(self) -> dict[str, Array]:
         """Returns the arrays of the sums, not copies: who writes into them continues from others."""
@@ -97,21 +72,19 @@ class HistogramCollector:
 
     def freeze(self) -> Histogram:
         """Returns the histogram of everything counted."""
-        used = np.flatnonzero(self._counts.any(axis=0))
-        centers = (used - HALF_BINS + 0.5) * 2.0**self._exponent
-        parts = self._counts[:, used].astype(np.int64)
-        if self._zeros.any():
+        used = np.flatnonzero(self._counts)
+        centers, counts = (used - HALF_BINS + 0.5) * 2.0**self._exponent, self._counts[used].astype(np.int64)
+        if self._zeros:
             at = int(np.searchsorted(centers, 0.0))
-            centers, parts = np.insert(centers, at, 0.0), np.insert(parts, at, self._zeros, axis=1)
-        return Histogram(centers=centers, counts=parts.sum(axis=0), parts=parts)
+            centers, counts = np.insert(centers, at, 0.0), np.insert(counts, at, self._zeros)
+        return Histogram(centers=centers, counts=counts)
 
     def _widen(self, magnitude: float) -> None:
         needed = math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1)
         is_empty = not self._counts.any()
         while self._exponent < needed:
             if not is_empty:
-                merged = self._counts.reshape(PARTS, -1, 2).sum(axis=2)
-                self._counts[...] = np.pad(merged, ((0, 0), (HALF_BINS // 2, HALF_BINS // 2)))
+                self._counts[...] = np.pad(self._counts.reshape(-1, 2).sum(axis=1), HALF_BINS // 2)
             self._doublings += 1
 
 

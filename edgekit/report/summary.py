@@ -134,9 +134,8 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
 
     A histogram holds at most `values` values of a tensor, or with `is_exact` every value of every sample. A range
     method clips a share of the values at each end; `tail_errors` is by method how far the share of the measured values
-    may be from the intended one, at 95 % confidence. `sample_error` is how far a share in a histogram may be from the
-    share over all samples, at the same confidence, for the worst tensor. `known` samples were not run, because a cache
-    had their results. `notes` says what was wrong with a cache.
+    may be from the intended one, at 95 % confidence. `known` samples were not run, because a cache had their results.
+    `notes` says what was wrong with a cache.
     """
 
     samples: int
@@ -144,7 +143,6 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
     values: int
     is_exact: bool
     tail_errors: dict[str, float]
-    sample_error: float
     known: int
     notes: tuple[str, ...]
 

@@ -248,8 +248,7 @@ def describe_calibration(calibration: Calibration) -> CalibrationReport:
     values, percents = calibration.picked * calibration.measured, PERCENTS if calibration.picked else {}
     errors = {name: 0.0 if calibration.is_exact else tail_error(percent, values) for name, percent in percents.items()}
     tail_errors = {name: round(error, 7) for name, error in errors.items() if name in calibration.ranges}
-    sample_error = round(calibration.sample_error, 4)
-    return fill(CalibrationReport, calibration, values=values, tail_errors=tail_errors, sample_error=sample_error)
+    return fill(CalibrationReport, calibration, values=values, tail_errors=tail_errors)
 
 
 def describe_trials(searched: Searched | None, *, goal: bool) -> tuple[TrialReport, ...]:
@@ -333,10 +332,6 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if report.left_out:
         yield f"the time budget ended; left out: {', '.join(report.left_out)}"
     yield from (f"left out, since it failed: {step} ({why})" for step, why in report.failed.items())
-    seen = report.calibration
-    if seen.sample_error and seen.tail_errors:
-        share = f"{100 * seen.sample_error:.2g} % of a tensor's values"
-        yield f"histograms are of {seen.measured} of {seen.samples} samples: shares hold for all to within {share}"
     risks = [report.float_warning] if report.float_warning else []
     yield from (f"warning: {warning}" for warning in (*risks, *report.data_warnings, *report.calibration.notes))
 

@@ -240,8 +240,6 @@ def test_percentiles_of_all_values_are_exact(net: Model, calibration: Calibratio
     assert calibration.is_exact
     many = calibrate_model(net, random_samples(net, count=MEASURED_SAMPLES + 1), work=tmp_path / "many", fitting=False)
     assert not many.is_exact
-    assert calibration.sample_error == 0
-    assert 0 < many.sample_error < 0.2
 
 
 @pytest.mark.parametrize("size", [8, 5])

@@ -1,7 +1,6 @@
 import math
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from collapsing_models import SUBPIXEL, make_collapsing
@@ -22,7 +21,6 @@ from edgekit.quantize.calibration.calibrate import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.plan_search import Goal, search_plan
 from edgekit.quantize.ranges import (
-    PARTS,
     Histogram,
     HistogramCollector,
     TensorRange,
@@ -51,7 +49,7 @@ def whole(values: Array) -> TensorRange:
 
 def few_values(*pairs: tuple[float, int]) -> Histogram:
     centers, counts = (np.array(part) for part in zip(*pairs, strict=True))
-    return Histogram(centers=centers, counts=counts, parts=counts[None])
+    return Histogram(centers=centers, counts=counts)
 
 
 def test_the_error_of_a_range_is_that_of_its_integers() -> None:
@@ -70,7 +68,7 @@ def test_a_percentile_leaves_half_of_the_rest_at_each_end() -> None:
     assert percentile_range(span, seen, 97) == TensorRange(low=-1.0, high=5.0)
     assert percentile_range(span, seen, 78) == TensorRange(low=1.0, high=1.0)
     assert percentile_range(TensorRange(low=-0.5, high=0.5), seen, 97) == TensorRange(low=-0.5, high=0.5)
-    nothing = Histogram(centers=np.zeros(0), counts=np.zeros(0), parts=np.zeros((8, 0)))
+    nothing = Histogram(centers=np.zeros(0), counts=np.zeros(0))
     assert percentile_range(span, nothing, 97) == mse_range(span, nothing) == span
 
 
@@ -243,36 +241,24 @@ def test_bins_double_when_a_value_falls_outside() -> None:
     second = collector.freeze()
     assert second.centers.tolist() == [(-128 + 0.5) / 512, 0.0, (384 + 0.5) / 512, (1536 + 0.5) / 512]
     assert second.counts.tolist() == [1, 3, 2, 1]
-    assert second.parts[:2].tolist() == [[1, 1, 2, 0], [0, 2, 0, 1]]
-    assert not second.parts[2:].any()
 
 
-def test_the_stated_error_is_that_of_students_t() -> None:
-    parts = np.array([[4, 0, 1], [0, 4, 1]] * (PARTS // 2))
-    seen = Histogram(centers=np.arange(3.0), counts=parts.sum(axis=0), parts=parts)
-    spread = np.std([0.8, 0.0] * (PARTS // 2), ddof=1)
-    assert seen.sample_error(50, 100) == pytest.approx(3.4995 * spread * (0.5 / PARTS) ** 0.5)
-    assert seen.sample_error(1, 10**9) == pytest.approx(3.4995 * spread / PARTS**0.5)
-    assert (seen.sample_error(100, 100), seen.sample_error(101, 100)) == (0, 0)
-    parts[0] = 0
-    assert msgspec.structs.replace(seen, parts=parts).sample_error(50, 100) == 1
-
-
-def test_samples_are_dealt_to_the_parts_in_turn_over_calls_and_restarts() -> None:
-    whole, parts = HistogramCollector(), HistogramCollector()
-    values = np.random.default_rng(0).normal(size=(3 * PARTS + 2, 40)).astype(np.float32)
+def test_a_histogram_is_the_same_over_calls_and_restarts() -> None:
+    whole, some = HistogramCollector(), HistogramCollector()
+    values = np.random.default_rng(0).normal(size=(26, 40)).astype(np.float32)
+    values[3:5] = 0
     whole.add(values)
     for block in (values[:5], values[5:6], values[6:]):
         again = HistogramCollector()
         again.add(np.zeros((1, 0), np.float32))
         for name, array in again.arrays().items():
-            array[...] = parts.arrays()[name]
+            array[...] = some.arrays()[name]
         again.add(block)
-        parts = again
+        some = again
     for name, array in whole.arrays().items():
-        assert np.array_equal(array, parts.arrays()[name])
-    assert whole.freeze().parts.sum(axis=1).tolist() == [4 * 40, 4 * 40, *[3 * 40] * (PARTS - 2)]
-    assert whole.freeze().sample_error(26, 26) == 0
+        assert np.array_equal(array, some.arrays()[name])
+    assert whole.freeze().total == values.size
+    assert whole.freeze().counts[whole.freeze().centers == 0] == 80
 
 
 # State that a model feeds back to itself: plans are judged over whole sequences.

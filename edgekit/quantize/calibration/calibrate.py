@@ -48,8 +48,7 @@ from edgekit.quantize.ranges import (
 MEASURED_SAMPLES = 64
 """How many samples at most are measured in full, for histograms and moments, and as held-out samples.
 
-Chosen by hand: tools/bench/calibrate_ratio.py shows the time that more would take, `Calibration.sample_error` the error
-with fewer.
+Chosen by hand: tools/bench/calibrate_ratio.py shows the time that more would take.
 """
 
 
@@ -63,8 +62,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         measured: how many of them were counted in the histograms.
         picked: how many values of a tensor a measured sample adds to its histogram at most.
         is_exact: whether the histograms hold all values of all samples.
-        sample_error: by how much a share of a tensor's values, read from its histogram, may differ from the share over
-            all samples because not all were measured: with 95 % confidence, for the tensor with the largest difference.
         known: how many samples were read from a cache instead of run.
         notes: problems with a cache, and remarks if only few held-out samples judge plans, or if an output of a Sigmoid
             stays on one side of 0.5.
@@ -82,7 +79,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     measured: int
     picked: int
     is_exact: bool
-    sample_error: float
     known: int
     notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
@@ -184,7 +180,6 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         measured=len(task.indices),
         picked=task.picked,
         is_exact=found.is_exact,
-        sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=(*found.cache.notes, *judges, *_list_one_sided(graph, found.statistics.exact_ranges())),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
@@ -225,8 +220,8 @@ def _list_one_sided(graph: Graph, seen: Mapping[str, TensorRange]) -> Iterator[s
 def assume_ranges(model: Model, ranges: Mapping[str, TensorRange]) -> Calibration:
     """Returns a calibration with ranges that nobody measured: for a graph whose outputs do not matter."""
     return Calibration(
-        model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, picked=1, is_exact=True, sample_error=0.0,
-        known=0, notes=(), ranges={"minmax": dict(ranges)}, statistics="",
+        model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, picked=1, is_exact=True, known=0,
+        notes=(), ranges={"minmax": dict(ranges)}, statistics="",
     )  # fmt: skip
 
 

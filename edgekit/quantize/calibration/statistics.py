@@ -121,10 +121,6 @@ class ActivationStatistics:
         named = zip(self._augmented.picks, self._collectors, strict=True)
         return {name: collector.freeze() for (name, _), collector in named}
 
-    def sample_error(self, measured: int, samples: int) -> float:
-        """Returns by how much a share read from any tensor's histogram may differ from that over all samples."""
-        return max((each.sample_error(measured, samples) for each in self.histograms().values()), default=0.0)
-
     def moments(self) -> Iterator[tuple[tuple[str, ...], InputMoments]]:
         """Yields the moments of layer inputs, each with the node names of the layers that read it."""
         first, second = self._channel_extremes(), self._channel_extremes(second=True)
