@@ -55,19 +55,19 @@ def accept_pixels(facts: SampleFacts, takes_raw: Callable[[str], bool]) -> Sampl
     return msgspec.structs.replace(facts, warnings=tuple(each for each in facts.warnings if each not in accepted))
 
 
-def refusing_bad(samples: Samples) -> Samples:
+def refusing_bad(samples: Samples, missing: Collection[str] = ()) -> Samples:
     """Returns the same samples, checked as they are read, for callers that read them once and need no facts.
 
     Reading raises DataError if a sample has a value that is not finite, or if there are fewer or more samples than
-    promised.
+    promised. In the inputs `missing`, such as those of trees, NaN stands for a value that is not known.
     """
 
     def read() -> Iterator[Tensors]:
         count = 0
         for sample in samples:
             for name, value in sorted(sample.items(), key=lambda item: item[0]):
-                if value.dtype.kind == "f" and not np.isfinite(value).all():
-                    kind = "NaN" if np.isnan(value).any() else "infinity"
+                if value.dtype.kind == "f" and not (np.isfinite(value) | (np.isnan(value) & (name in missing))).all():
+                    kind = "NaN" if np.isnan(value).any() and name not in missing else "infinity"
                     where = f"sample {samples.place(count)} of '{samples.source}'"
                     raise DataError(f"{where} has {kind} in input '{name}'", hint="mend or drop the sample")
             yield sample
@@ -79,18 +79,25 @@ def refusing_bad(samples: Samples) -> Samples:
     return msgspec.structs.replace(samples, read=read)
 
 
-def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: Samples | None = None) -> SampleFacts:
+def check_samples(
+    samples: Samples,
+    *,
+    computed: Collection[str] = (),
+    golden: Samples | None = None,
+    missing: Collection[str] = (),
+) -> SampleFacts:
     """Reads every sample once, refuses NaN and infinity, and returns the facts.
 
     Samples are compared with each other and with what images and sound look like, and with the `golden` samples for
-    verification, if these come from another source. Inputs that were `computed`, such as state, cause no warnings.
+    verification, if these come from another source. Inputs that were `computed`, such as state, cause no warnings, nor
+    do those where values may be `missing`.
 
     Raises:
         DataError: a sample has a value that is not finite, does not fit, or there are fewer than were promised.
     """
     digest, contents, inputs = hashlib.sha256(), list[bytes](), dict[str, _Input]()
-    for sample in refusing_bad(samples):
-        for name in sorted(sample.keys() - set(computed)):
+    for sample in refusing_bad(samples, missing):
+        for name in sorted(sample.keys() - {*computed, *missing}):
             inputs.setdefault(name, _Input(samples.place)).add(sample[name])
         contents.append(digest_sample(sample))
         # A digest of digests, so that the order of samples matters and no sample has to stay in memory.
@@ -98,7 +105,7 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
     cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
     doubts = (line for name, seen in inputs.items() for line in seen.doubts(name))
     others = dict[str, _Input]()
-    for sample in () if golden is None else refusing_bad(golden):
+    for sample in () if golden is None else refusing_bad(golden, missing):
         for name in inputs.keys() & sample.keys():
             others.setdefault(name, _Input(samples.place)).add(sample[name])
     apart = (line for name in sorted(others) for line in inputs[name].differences(name, others[name]))

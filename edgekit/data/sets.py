@@ -152,10 +152,12 @@ class SampleSets(msgspec.Struct, frozen=True, kw_only=True):
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     """How samples form sequences, and how each step gets the state that the float model has at that point.
 
-    `unroll` gets samples and a name for its result; it may also pad samples to a size.
+    `unroll` gets samples and a name for its result; it may also pad samples to a size. In the inputs `missing` NaN
+    stands for a value that is not known.
     """
 
     state: State = State()
+    missing: Collection[str] = ()
     unroll: Callable[[Samples, str], Samples] = lambda samples, _: samples
 
     @property
@@ -198,8 +200,8 @@ def read_sample_sets(
     golden = limit_samples(held_out, FEW_SAMPLES, steps) if evaluation is not None and samples is limited else None
     return SampleSets(
         calibration=samples,
-        facts=check_samples(samples, computed=sequences.computed, golden=golden),
-        evaluation=refusing_bad(sequences.unroll(held_out, "evaluation")),
+        facts=check_samples(samples, computed=sequences.computed, golden=golden, missing=sequences.missing),
+        evaluation=refusing_bad(sequences.unroll(held_out, "evaluation"), sequences.missing),
         given=held_out,
         labels=None if labels is None else read_task_labels(*labels, held_out),
     )

@@ -21,7 +21,7 @@ from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
 from edgekit.data.sets import SampleSets, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
-from edgekit.graph.graph import read_graph
+from edgekit.graph.graph import Graph, read_graph
 from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.jobs.check import gain_on_target, list_versions
 from edgekit.machine import describe_machine
@@ -219,6 +219,7 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
 
         sequences = msgspec.structs.replace(sequences, unroll=fill)
     job.begin("samples", "read the samples")
+    graph = read_graph(prepared)
     samples = read_sample_sets(
         prepared.inputs if buckets is None else free_axes(buckets.padding.inputs, prepared.inputs),
         data.source,
@@ -227,9 +228,9 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         preprocess=data.preprocess,
         most=recipe.samples,
         idle=recipe.freeze,
-        sequences=sequences,
+        sequences=msgspec.structs.replace(sequences, missing=_find_missing(graph)),
     )
-    facts = accept_pixels(samples.facts, partial(takes_raw_pixels, read_graph(prepared)))
+    facts = accept_pixels(samples.facts, partial(takes_raw_pixels, graph))
     samples = msgspec.structs.replace(samples, facts=facts)
     job.begin("float model", "run the float model")
     # The reference is the model before preparation, so that errors of the preparation are seen.
@@ -298,6 +299,15 @@ def _run_unpadded(
     for bundle in recorded.values():
         adopt_outputs(golden, bundle, bundle.folder / UNPADDED)
     return BucketInputs(models=buckets, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
+
+
+# To these NaN is a value that is not known (ai.onnx.ml, opset 3, and ONNX's IsNaN).
+_TAKE_MISSING = frozenset({"Imputer", "IsNaN", "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
+
+
+def _find_missing(graph: Graph) -> frozenset[str]:
+    """Returns the inputs in which NaN stands for a missing value: trees and the like alone read them."""
+    return frozenset(name for name in graph.inputs if {node.op_type for node in graph.readers(name)} <= _TAKE_MISSING)
 
 
 def _run_float(source: Model, samples: SampleSets, job: BuildJob, folder: Path) -> Golden:

@@ -445,3 +445,23 @@ def test_labels_without_their_samples_are_refused(tmp_path: Path) -> None:
         build(MODEL, Data(source=str(CALIBRATION), labels=LABELS), tmp_path / "out", Recipe(targets=("xnnpack",)))
     assert raised.value.hint == "add --eval DATA, the samples that the labels belong to"
     assert not (tmp_path / "out").exists()
+
+
+def test_trees_read_nan_as_a_missing_value(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]> trees (float[1,1] x, float[1,1] u)
+    => (float[1,1] y, float[1,1] z) {
+        z = Relu(u) y = ai.onnx.ml.TreeEnsembleRegressor <n_targets = 1, nodes_treeids = [0, 0, 0],
+            nodes_nodeids = [0, 1, 2], nodes_featureids = [0, 0, 0], nodes_modes = ["BRANCH_LEQ", "LEAF", "LEAF"],
+            nodes_values = [0.0, 0.0, 0.0], nodes_truenodeids = [1, 0, 0], nodes_falsenodeids = [2, 0, 0],
+            target_treeids = [0, 0], target_nodeids = [1, 2], target_ids = [0, 0], target_weights = [-1.0, 1.0]
+            > (x) }"""
+    parse_model(text, tmp_path / "trees.onnx")
+    rows = np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1, 1)
+    rows[3] = np.nan
+    np.savez(tmp_path / "rows.npz", x=rows, u=np.ones_like(rows))
+    recipe = Recipe(targets=("cpu",))
+    report = build(tmp_path / "trees.onnx", Data(source=str(tmp_path / "rows.npz")), tmp_path / "out", recipe)
+    assert report.passed
+    np.savez(tmp_path / "rows.npz", x=rows, u=rows)
+    with pytest.raises(DataError, match="has NaN in input 'u'"):
+        build(tmp_path / "trees.onnx", Data(source=str(tmp_path / "rows.npz")), tmp_path / "two", recipe)
