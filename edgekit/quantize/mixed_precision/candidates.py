@@ -352,8 +352,9 @@ def _judge_ranges(draft: Draft, methods: Sequence[str], budget: Budget, placed: 
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
     stripped, fed = plans_to_inputs(draft, plans, placed)
     judge, ratios = draft.open_judge(stripped), dict[str, float]()
-    for method, values in fed.items():
-        ratios[method] = judge(values, max(ratios.values(), default=-math.inf))
+    # The first is minmax, which is seldom best: behind a better method it takes fewer samples.
+    for method in (*wanted[1:], wanted[0]):
+        ratios[method] = judge(fed[method], max(ratios.values(), default=-math.inf))
     return ratios
 
 
