@@ -63,7 +63,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
                 family, axis = "classes", node.integer("axis", _DECIDING[node.op_type])
             elif node.op_type == "Sigmoid" and stated_values.isdisjoint(_list_following(graph, node.output[0])):
                 family = "scores"
-        elif node is None and reading is not None and reading.kind in {"map", "sequence"}:
+        elif node is None and reading is not None and reading.kind in {"map", "sequence", "tokens"}:
             # A sigmoid in the graph is handled above, by the tensor before it; here the app computes it.
             family, axis = {"": "classes", RAW: "scores"}.get(reading.squash, ""), reading.axis
         shape = graph.static_shape(each.tensor)

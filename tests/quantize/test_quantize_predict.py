@@ -686,6 +686,29 @@ def test_the_drop_of_a_sequence_is_that_of_whole_answers() -> None:
     assert loss.interval[0] <= true <= loss.interval[1]
 
 
+def test_each_token_is_a_decision_and_those_of_a_sample_tell_less() -> None:
+    """Truths are drawn from the float model's own probabilities; no class is a blank, also if most have it."""
+    rng, measure, reading = np.random.default_rng(1), MEASURES["tokens"], Reading(kind="tokens", axis=2)
+    records, right = list[Array](), np.zeros(2)
+    for _ in range(400):
+        row = reader_logits(rng, 16, 10, 3)[None]
+        other = row + rng.normal(0, 1.2, row.shape).astype(np.float32)
+        records.append(measure.record(row, other, reading))
+        chances = np.exp(row[0]) / np.exp(row[0]).sum(axis=1, keepdims=True)
+        truth = (chances.cumsum(axis=1) < rng.random((16, 1))).sum(axis=1)
+        right += [(each[0].argmax(axis=1) == truth).mean() / 400 for each in (row, other)]
+    loss, changed = measure.judge(records), np.mean([record[0] != record[1] for record in records])
+    assert loss.estimate == pytest.approx(right[0] - right[1], abs=0.01)
+    assert right[0] - right[1] > 0.03
+    assert loss.agreement == pytest.approx(1 - changed)
+    # The same tokens, sorted into samples where all move far and others where none does.
+    tokens = np.concatenate([record[:5].T for record in records])
+    sorted_records = [each.T for each in np.split(tokens[np.argsort(tokens[:, 4])], 400)]
+    alike = measure.judge(sorted_records)
+    assert (alike.estimate, alike.agreement) == pytest.approx((loss.estimate, loss.agreement))
+    assert np.ptp(alike.interval) > 3 * np.ptp(loss.interval)
+
+
 def test_the_probability_of_an_answer_is_that_of_all_steps_that_spell_it() -> None:
     rows = np.random.default_rng(0).dirichlet(np.ones(3), size=5).T
     spelt = dict[tuple[int, ...], float]()

@@ -134,9 +134,13 @@ def test_the_numbers_whose_means_are_squashed_are_no_scores_themselves(tmp_path:
     assert read_output_kinds(graph, rows, {})["z"].kind == "values"
 
 
-@pytest.mark.parametrize(("words", "kind", "other"), [(50, "sequence", ""), (40, "values", "sequence")])
-def test_steps_that_rank_words_are_next_words(words: int, kind: str, other: str, tmp_path: Path) -> None:
-    text = TOKENS.replace("W]", f"{words}]")
+@pytest.mark.parametrize(
+    ("words", "read", "kind", "other"),
+    [(50, "int64[1,16]", "tokens", ""), (40, "int64[1,16]", "values", "tokens"), (50, "int32[1,n]", "tokens", ""),
+     (50, "int64[1,12]", "sequence", "")],
+)  # fmt: skip
+def test_steps_that_rank_words_are_next_words(words: int, read: str, kind: str, other: str, tmp_path: Path) -> None:
+    text = TOKENS.replace("W]", f"{words}]").replace("int64[1,16]", read)
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"t": (50, 8), "w": (8, words)}))
     rows = [{"y": np.asarray(RNG.normal(size=(1, 16, words)), np.float32)} for _ in range(8)]
     reading = read_output_kinds(graph, rows, {})["y"]

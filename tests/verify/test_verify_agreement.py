@@ -127,6 +127,9 @@ LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 0, 1)] for count in (40
         # The blank is 0, as in most steps: 1 2 3 became 1 3, and 2 became 1 2.
         (Reading(kind="sequence", axis=2), [one_hot(0, 1, 0, 2, 0, 0, 3, 0), one_hot(0, 0, 0, 2)],
          [one_hot(0, 1, 0, 0, 0, 0, 3, 0), one_hot(1, 0, 0, 2)], [("letters", 1 - 2 / 5)]),
+        # Most words have no tag.
+        (Reading(kind="tokens", axis=2), [one_hot(0, 1, 0, 2, 0, 0, 3, 0)], [one_hot(0, 1, 0, 0, 0, 0, 3, 0)],
+         [("steps", 7 / 8)]),
         # The edit distance of longer lines would take too long.
         (Reading(kind="sequence", axis=2), LINES[4096], LINES[4096], [("letters", 1)]),
         (Reading(kind="sequence", axis=2), LINES[4097], LINES[4097], [("steps", 1)]),

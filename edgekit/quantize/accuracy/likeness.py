@@ -8,11 +8,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from edgekit.data.intervals import Z95, student_95
 from edgekit.model.tensors import Array, Reading, Tensors
 from edgekit.quantize.accuracy import detections
 from edgekit.quantize.accuracy.head_search import Detector
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_powers, ratio_db
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_powers, ratio_db, widen_interval
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
@@ -133,22 +132,6 @@ def _find_powers(expected: Tensors, found: Tensors) -> dict[str, Array]:
     return powers
 
 
-def _widen(loss: Loss, moved: Array) -> Loss:
-    """Returns the loss with the interval that sequences leave, from how far each step moved, [sequences, steps].
-
-    Steps of a sequence resemble each other, so that they tell less than as many samples: the variance of a mean is
-    larger by 1 + (steps - 1) r, the design effect (L. Kish, "Survey sampling", 1965), with the correlation r within
-    sequences as an analysis of variance finds it. That variance is itself known from a few sequences only, so the ends
-    are those of Student's t with one degree of freedom less than there are sequences.
-    """
-    steps = moved.shape[1]
-    between, within = steps * moved.mean(axis=1).var(ddof=1), moved.var(axis=1, ddof=1).mean()
-    likeness = max(0.0, float((between - within) / max(between + (steps - 1) * within, _TINY)))
-    factor = math.sqrt(1 + (steps - 1) * likeness) * student_95(len(moved) - 1) / Z95
-    low, high = (loss.estimate + factor * (end - loss.estimate) for end in loss.interval)
-    return msgspec.structs.replace(loss, interval=(max(low, -1.0), min(high, 1.0)))
-
-
 class Likeness:
     """The comparisons of all samples of one quantized model with the float model; `steps` in a row are a sequence."""
 
@@ -211,7 +194,7 @@ class Likeness:
         losses = [part.measure.judge(records) for part, records in zip(self._parts, self._records, strict=True)]
         if len(self._samples) >= 2 * self._steps > 2:
             pairs = zip(losses, self.distances(), strict=True)
-            losses = [_widen(loss, moved.reshape(-1, self._steps)) for loss, moved in pairs]
+            losses = [widen_interval(loss, moved.reshape(-1, self._steps)) for loss, moved in pairs]
         return list(zip(self._parts, losses, strict=True))
 
     def ratios(self) -> list[float]:

@@ -19,7 +19,7 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from edgekit.data.intervals import Z95, wilson_interval
+from edgekit.data.intervals import Z95, student_95, wilson_interval
 from edgekit.model.tensors import Array, MeasuredKind, Reading
 from edgekit.quantize.accuracy.output_kinds import IMAGE_CHANNELS, read_decisions, read_probabilities
 from edgekit.quantize.ranges import softmax
@@ -238,8 +238,36 @@ def _judge_sequences(records: Sequence[Array]) -> Loss:
     return _judge_classes(table)
 
 
+def widen_interval(loss: Loss, moved: Array) -> Loss:
+    """Returns the loss with the interval that sequences leave, from how far each step moved, [sequences, steps].
+
+    Steps of a sequence resemble each other, so that they tell less than as many samples: the variance of a mean is
+    larger by 1 + (steps - 1) r, the design effect (L. Kish, "Survey sampling", 1965), with the correlation r within
+    sequences as an analysis of variance finds it. That variance is itself known from a few sequences only, so the ends
+    are those of Student's t with one degree of freedom less than there are sequences.
+    """
+    steps = moved.shape[1]
+    between, within = steps * moved.mean(axis=1).var(ddof=1), moved.var(axis=1, ddof=1).mean()
+    likeness = max(0.0, float((between - within) / max(between + (steps - 1) * within, 1e-12)))
+    factor = math.sqrt(1 + (steps - 1) * likeness) * student_95(len(moved) - 1) / Z95
+    low, high = (loss.estimate + factor * (end - loss.estimate) for end in loss.interval)
+    return msgspec.structs.replace(loss, interval=(max(low, -1.0), min(high, 1.0)))
+
+
+def _judge_tokens(records: Sequence[Array]) -> Loss:
+    """Judges each token as a decision of its own; tokens of a sample resemble each other (`widen_interval`)."""
+    answers, old, new, moved = (np.concatenate([record[row] for record in records]) for row in (0, 2, 3, 4))
+    changed = np.concatenate([record[0] != record[1] for record in records])
+    loss = _judge_decisions(np.stack([np.where(changed, old - new, 0.0), changed, answers], axis=1))
+    count = len(records)
+    return widen_interval(loss, moved.reshape(count, -1)) if count > 1 and len(moved) % count == 0 else loss
+
+
 def _judge_classes(records: Sequence[Array]) -> Loss:
-    table = np.stack(records)
+    return _judge_decisions(np.stack(records))
+
+
+def _judge_decisions(table: Array) -> Loss:
     changed = table[:, 1] > 0
     return Loss(
         estimate=float(table[:, 0].mean()),
@@ -474,6 +502,10 @@ MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
         "whole answers (exact match)", _CONFIDENCE, _judge_sequences, _of_each(lambda record: record[4].mean()),
         _record_sequence,
     ),
+    "tokens": OutputMeasure(
+        "top-1 accuracy of tokens", _CONFIDENCE, _judge_tokens, _of_each(lambda record: record[4].mean()),
+        _record_sequence,
+    ),
     "labels": OutputMeasure(
         "equal labels", "the changed labels", _judge_labels, _of_each(lambda record: record[0] / record[1]),
         _record_labels,
@@ -514,7 +546,7 @@ def reach_without_labels(measure: str, estimate: float, changed: float) -> float
     `measure` is the name of a `Measure`, `changed` the share of decisions that changed, whose true cost only labels
     could show.
     """
-    if measure in {MEASURES["classes"].name, MEASURES["sequence"].name}:
+    if measure in {MEASURES[kind].name for kind in ("classes", "sequence", "tokens")}:
         return Z95 * changed * _cost_deviation(changed)
     if measure == MEASURES["map"].name:
         return Z95 * _MAP_DEVIATION * abs(estimate)

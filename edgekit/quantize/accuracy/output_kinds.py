@@ -1,6 +1,7 @@
 """The kind of each output: as the user stated it, or guessed from its values and the graph."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -78,9 +79,9 @@ def read_output_kinds(
         is_score = not _stands_beside_decisions(graph, name, outputs[0])
         guess = _guess_reading(graph, name, values, is_raw_score=name in raw_scores, is_score=is_score)
         if guess and guess.kind == "map" and _is_sequence(name, guess.axis, guess.squash, outputs[0]):
-            guess = msgspec.structs.replace(guess, kind="sequence")
+            guess = msgspec.structs.replace(guess, kind=_find_step_kind(graph, first, guess.axis))
         if guess and guess.other == "map" and _is_sequence(name, guess.other_axis, "", outputs[0]):
-            guess = _read_steps(graph, name, guess)
+            guess = _read_steps(graph, name, first, guess)
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:
             found[name] = reading
@@ -93,7 +94,7 @@ def _read_squashed(graph: Graph, found: Mapping[str, Reading]) -> Iterator[tuple
         node = graph.producers.get(name)
         if node is None or node.op_type not in _SQUASHING_OPS or node.input[0] not in found:
             continue
-        if reading.kind in {"classes", "map", "sequence"}:
+        if reading.kind in {"classes", "map", "sequence", "tokens"}:
             yield node.input[0], msgspec.structs.replace(reading, squash=RAW if node.op_type == "Sigmoid" else "")
 
 
@@ -209,11 +210,20 @@ def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
     return in_a_row and not squash and 1 < steps <= _MOST_STEPS and is_alone
 
 
-def _read_steps(graph: Graph, name: str, reading: Reading) -> Reading:
+def _read_steps(graph: Graph, name: str, first: Array, reading: Reading) -> Reading:
     """Returns a reading as steps: certain if there is a class for each word of the graph's vocabulary, else a guess."""
+    kind = _find_step_kind(graph, first, reading.other_axis)
     if graph.dims(name)[reading.other_axis] in find_vocabulary_sizes(graph):
-        return Reading(kind="sequence", axis=reading.other_axis)
-    return msgspec.structs.replace(reading, other="sequence")
+        return Reading(kind=kind, axis=reading.other_axis)
+    return msgspec.structs.replace(reading, other=kind)
+
+
+def _find_step_kind(graph: Graph, value: Array, axis: int) -> Literal["sequence", "tokens"]:
+    """Returns "tokens" if each step of an output belongs to a token that the network reads, else "sequence"."""
+    steps = value.size // value.shape[axis]
+    read = (graph.value(name) for name in graph.inputs)
+    texts = [each.shape[-1] for each in read if each.dtype in {"int32", "int64"} and each.shape]
+    return "tokens" if {steps, None}.intersection(texts) else "sequence"
 
 
 def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:

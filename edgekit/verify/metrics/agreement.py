@@ -46,7 +46,9 @@ SHARED: Mapping[Of, str] = {
 }  # fmt: skip
 """The name of a share in messages."""
 
-_DECIDING: Mapping[MeasuredKind, Of] = {"classes": "classes", "map": "places", "sequence": "steps", "labels": "labels"}
+_DECIDING: Mapping[MeasuredKind, Of] = {
+    "classes": "classes", "map": "places", "sequence": "steps", "tokens": "steps", "labels": "labels"
+}  # fmt: skip
 # The number of pairs grows with the square of the samples, so pairs are drawn; and fewer samples than this have too few
 # pairs.
 _PAIR_DRAWS, _LEAST_VECTORS = 200, 4
@@ -155,7 +157,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
         if not -wanted.ndim <= reading.axis < wanted.ndim:
             raise _UnlikeError
         before, after = read_decisions(wanted, reading), read_decisions(found, reading)
-        if of == "steps":
+        if reading.kind == "sequence":
             answers.append((before, after))
         hits = float(np.sum(before == after))
         if of == "classes":
