@@ -122,8 +122,11 @@ def render_markdown(reports: Sequence[VerifyReport], others: Mapping[str, Judgem
     for report in reports:
         lines += [_title(report.verdict, f"{report.bundle}: {report.verdict if report.runs else 'nothing ran'}"), ""]
         lines += [*_list_rows(table_verify(report)), ""] if report.runs else []
-        advice = (report.advice,) if report.advice else ()
-        lines += [*_list_remarks((*list_verify_remarks(report), *advice)), ""]
+        remarks = [*list_verify_remarks(report)]
+        # A note on an earlier verification may give the same advice.
+        if report.advice and not any(report.advice in remark for remark in remarks):
+            remarks.append(report.advice)
+        lines += [*_list_remarks(remarks), ""]
     for name, found in others.items():
         lines += [_title(found.verdict, f"{name}: {found.verdict}"), ""]
         lines += [*_list_remarks((*found.failures, *found.unproven)), ""]

@@ -19,7 +19,7 @@ from edgekit.bundle.golden import Golden, KnownOutputs, read_inputs, read_labels
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
-from edgekit.data.samples import Samples, map_samples, select_samples
+from edgekit.data.samples import Samples, map_samples, order_for_runs, select_samples
 from edgekit.devices.device import DeviceRun
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError, UsageError
 from edgekit.evidence import Evidence
@@ -290,7 +290,8 @@ def extend_task(
     for two minutes at most, and its figures are lowered by what the device lost on the samples that both ran.
     """
     labels, metric = read_labels(golden) or (), find_metric(limit)
-    order = [*rows, *sorted(set(range(len(labels))) - {*rows})]
+    # Samples are often sorted by class: what ran when the time ends must be spread.
+    order = list(dict.fromkeys((*rows, *order_for_runs(len(labels), len(labels), bundle.manifest.steps))))
     own, _ = run_own_model(bundle, form, select_samples(read_inputs(golden), order), known)
     if own is None:
         return None

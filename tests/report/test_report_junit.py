@@ -20,7 +20,7 @@ from edgekit.report.ci import render_bench_markdown, render_junit, render_markdo
 from edgekit.report.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.report import AttributionStep, VerifyReport
 from edgekit.verify.run_report import Cost, RunReport
 
 HOSTILE = "</testcase><script>alert(1)</script>\"'&]]>\x00\x1b[31m\x85\ud800\ufffe"
@@ -246,6 +246,10 @@ def test_in_markdown_each_output_is_a_row_and_each_reason_a_line() -> None:
     assert "- coreml skipped: no Mac; to run it: buy one" in text
     assert render_markdown((_report(GOOD), _report(GOOD))).count("pass\n") == 2
     assert "nothing ran" in render_markdown((_report(),))
+    step = AttributionStep(step="provider", sqnr_db=20.0, top1_agreement=None, accuracy=None, noise_share=0.9)
+    advised = replace(_report(GOOD), attribution=(step,))
+    noted = replace(advised, notes=(f"{advised.advice} (what an earlier verification found)",))
+    assert [render_markdown((each,)).count("makes 100% of the error") for each in (advised, noted)] == [1, 1]
 
 
 def test_bench_has_a_markdown_row_for_each_time_with_names_escaped() -> None:

@@ -1,7 +1,9 @@
 """Slow devices that run few samples: how good they are, the bundle's own model shows, if each gets its scores."""
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,12 +27,12 @@ SAMPLES, FEW = 220, 8
 LIMIT = TaskLimit(name="top1", max_drop=1.0)
 
 
-def make_labelled(folder: Path, label: Callable[[Tensors], Label], count: int = SAMPLES) -> Bundle:
+def make_labelled(folder: Path, label: Callable[[Tensors], Label], size: int = SAMPLES) -> Bundle:
     """Returns a bundle with labels made of what its model gives, of which devices named slow run eight samples."""
     contents = make_contents(folder)
-    plain = make_golden(contents.source, make_samples(count), folder / "plain")
+    plain = make_golden(contents.source, make_samples(size), folder / "plain")
     labels = [label(row) for row in read_outputs(plain)]
-    golden = make_golden(contents.source, make_samples(count), folder / "own", labels=labels)
+    golden = make_golden(contents.source, make_samples(size), folder / "own", labels=labels)
     bundle = write_bundle(replace(contents, golden=golden), folder / "labelled")
     return restate(bundle, verification=(Verification(device="slow", form="onnx", samples=FEW),))
 
@@ -80,7 +82,7 @@ def test_a_slow_device_that_agrees_passes_by_what_this_machine_measures(bundle: 
 
 
 def test_too_few_labelled_samples_prove_nothing_and_say_how_many_would(tmp_path: Path) -> None:
-    (run,) = verify(make_labelled(tmp_path, best_class, count=24), InProcess(name="slow")).runs
+    (run,) = verify(make_labelled(tmp_path, best_class, size=24), InProcess(name="slow")).runs
     assert run.verdict == "not proven"
     (line,) = metric_lines(run)
     assert "is 0.00 points worse than the float model, and with 24 samples it could be 7.54, more than 1" in line
@@ -105,7 +107,7 @@ def test_what_is_wrong_on_all_samples_fails_the_slow_device_too(tmp_path: Path) 
     def second_class(row: Tensors) -> Label:
         return int(row["y"].argsort().reshape(-1)[-2]) if row["y"][0, 0] > 0 else 0
 
-    bundle = make_labelled(tmp_path, second_class, count=64)
+    bundle = make_labelled(tmp_path, second_class, size=64)
     (run,) = verify(bundle, InProcess(name="slow"), limit=TaskLimit(name="top1", at_least=0.9)).runs
     assert present(run.task).ran == FEW
     assert any("below 0.9" in line for line in run.failures)
@@ -119,9 +121,23 @@ def test_without_the_time_for_more_samples_the_devices_own_count(
     assert (present(run.task).ran, present(run.task).samples) == (0, FEW)
 
 
+def test_what_ran_when_the_time_ends_is_spread_over_all_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second half of the samples, sorted like a folder of classes, is wrong: half of the time must tell it."""
+    places = count()
+    bundle = make_labelled(tmp_path, lambda row: int((row["y"] if next(places) < SAMPLES / 2 else -row["y"]).argmax()))
+    clock = count(0.0, 1.0)
+    monkeypatch.setattr("edgekit.verify.own_model.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    (run,) = verify(bundle, InProcess(name="slow"), limit=TaskLimit(name="top1", at_least=0.9)).runs
+    task = present(run.task)
+    assert (task.samples, task.ran) == (121, FEW)
+    assert task.reference == pytest.approx(0.5, abs=0.1)
+
+
 def test_what_the_metric_of_several_values_lost_on_the_common_samples_counts(tmp_path: Path) -> None:
     """PSNR against the model's own outputs, a little off: what rounds otherwise agrees, and its loss goes along."""
-    bundle = make_labelled(tmp_path, lambda row: row["y"] + np.float32(0.1), count=64)
+    bundle = make_labelled(tmp_path, lambda row: row["y"] + np.float32(0.1), size=64)
     limit = TaskLimit(name="psnr", max_drop=0.3, peak=1.0)
     (same,) = verify(bundle, InProcess(name="slow"), limit=limit).runs
     assert metric_lines(same) == ()

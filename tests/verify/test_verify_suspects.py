@@ -90,6 +90,14 @@ def test_a_softmax_left_out_and_swapped_outputs_are_named_and_nothing_where_noth
     assert find_suspects(from_list(ROWS), from_list([]), ["y"]) == {}
 
 
+def test_constants_that_are_equal_are_not_swapped() -> None:
+    """Two counts, each the same in all samples: that the wrong one equals the other is chance."""
+    five, seven = (np.full((1, 1), value, dtype=np.float32) for value in (5, 7))
+    rows: list[Tensors] = [{"a": five, "b": seven}] * 4
+    got: list[Tensors] = [{"a": seven, "b": five}] * 4
+    assert find_suspects(from_list(rows), from_list(got), ["a"]) == {}
+
+
 @pytest.mark.parametrize(
     ("wanted", "found", "told"),
     [

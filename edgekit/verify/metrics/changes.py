@@ -64,7 +64,7 @@ def describe_change(wanted: Array, found: Array) -> str:
 def explains(made: Sequence[_Pair], before: Sequence[_Pair]) -> bool:
     """Returns True if each second array of `made` is nearly its first one, and much nearer than in `before`.
 
-    Arrays that are not finite, or of different shapes, are not explained.
+    Arrays that are not finite, of different shapes, or of one value only, are not explained.
     """
     return _is_better(_fit_pairs(made), _fit_pairs(before))
 
@@ -77,7 +77,8 @@ def _fit_pairs(pairs: Sequence[_Pair]) -> float:
     if not pairs or any(one.shape != two.shape for one, two in pairs):
         return -DB_LIMIT
     made, found = (np.concatenate([pair[side].astype(np.float64).ravel() for pair in pairs]) for side in (0, 1))
-    return _fit(made, found) if np.isfinite(made).all() and np.isfinite(found).all() and found.size else -DB_LIMIT
+    is_known = np.isfinite(made).all() and np.isfinite(found).all() and found.size and np.ptp(found)
+    return _fit(made, found) if is_known else -DB_LIMIT
 
 
 def _fit(made: Floats, found: Floats) -> float:
