@@ -88,8 +88,10 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
             steps = [kept for kept in steps if kept.step != step]
             steps.append(_describe(step, found, run.accuracy))
             explained = run.device
-    accuracies = [run.accuracy.reference for run in (*report.runs, *known.runs) if run.accuracy is not None]
-    shared = share_loss(steps, next(iter(accuracies), None))
+    # What the source model reaches on the samples of the steps: other runs may have had others.
+    first = known.attribution[0]
+    source = None if first.accuracy is None or first.accuracy_loss is None else first.accuracy + first.accuracy_loss
+    shared = share_loss(steps, source)
     kept = msgspec.structs.replace(report, attribution=shared, attributed_device=explained)
     lines = [line for line in (*report.notes, *known.notes) if _HISTORY not in line]
     if kept.advice:

@@ -30,7 +30,7 @@ from edgekit.inspect.diff import compare_versions
 from edgekit.model.model import load_model
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.attribute import keep_attribution
+from edgekit.verify.attribute import keep_attribution, share_loss
 from edgekit.verify.layers.comparison import LayerEvidence, LayerReport, read_evidence
 from edgekit.verify.report import (
     AttributionStep,
@@ -43,6 +43,7 @@ from edgekit.verify.report import (
 )
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.run_report import BucketReport, FileReport, SizesReport
+from edgekit.verify.task_scores import Accuracy
 
 
 def change_all(change: Callable[[np.ndarray], np.ndarray]) -> Lie:
@@ -259,7 +260,7 @@ def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
         AttributionStep(step="provider", sqnr_db=28.0, top1_agreement=0.9, accuracy=0.8),
     )
     first = verify_bundle(bundle, [InProcess()])
-    first = replace(first, attribution=steps, attributed_device="emulated", layers=(BAD,))
+    first = replace(first, attribution=share_loss(steps, 1.0), attributed_device="emulated", layers=(BAD,))
     write_report(bundle, first)
     known = read_known(bundle)
     again = verify_bundle(bundle, [InProcess(lie=change_all(lambda y: y * 1.01))])
@@ -271,6 +272,12 @@ def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
     (note,) = (note for note in kept.notes if "an earlier verification" in note)
     assert re.match(r"the step '\w+' makes .* of the error.*what an earlier verification found, as", note)
     assert keep_attribution(again, kept).notes == kept.notes
+    # The other device ran other samples, on which the float model is worse: none of the steps lost that.
+    other = verify_bundle(bundle, [InProcess(name="other")])
+    worse = Accuracy(output="y", samples=6, reference=0.5, got=0.5)
+    other = replace(other, runs=(replace(other.runs[0], accuracy=worse),))
+    losses = [step.accuracy_loss for step in keep_attribution(other, known).attribution]
+    assert losses == pytest.approx([0.0, 0.2, 0.0])
     phone = InProcess(name="adb:1", evidence=Evidence.DEVICE, lie=change_all(lambda y: y * 1.1))
     added = keep_attribution(verify_bundle(bundle, [phone]), known).attribution
     assert [step.step for step in added] == ["prepare", "quantize", "provider", "device"]
