@@ -142,7 +142,7 @@ def join_moments(writer: Writer) -> None:
     nodes of their own. The last bits may differ (1e-5 relative).
     """
     graph, node, shape = writer.graph, writer.node, writer.shape()
-    need(len(shape) > 2 and shape[0] == 1)
+    need(len(shape) > 2 and shape[0] == 1 and 0 not in shape)
     axes, size = [0, *range(2, len(shape))], math.prod(shape[2:])
 
     def reduces(reduced: Node) -> bool:
@@ -153,7 +153,8 @@ def join_moments(writer: Writer) -> None:
     quotient = known(made_by(graph, node.input[4], "Div"))
     squares = known(made_by(graph, quotient.input[0], "ReduceSumSquare"))
     centred = known(made_by(graph, squares.input[0], "Sub"))
-    need(centred.input == (writer.x, mean.output[0]) and mean.input[0] == writer.x)
+    # Without its axes, a mean of as many rows as columns would be taken from the columns.
+    need(centred.input == (writer.x, mean.output[0]) and mean.input[0] == writer.x and mean.integer("keepdims", 1) == 1)
     need(graph.number(quotient.input[1]) == size and reduces(mean) and reduces(squares))
     for name, plain in zip(node.input[1:3], (1, 0), strict=True):
         need((known(graph.inline(name)) == plain).all())
