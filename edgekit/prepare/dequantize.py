@@ -125,11 +125,11 @@ class _Writer:
         """Returns the float tensor of integers that are a quantized activation, or constant."""
         source = graph.producers.get(name)
         if source is not None and source.op_type == "DynamicQuantizeLinear":
-            need(source.output[1] == scale)
+            need((*source.output[1:],) == (scale, zero))
             return source.input[0]
         # The static form of the same layers, which ONNX Runtime's quantizer of 2019 wrote.
         if source is not None and source.op_type == "QuantizeLinear" and reader.op_type in _LAYERS:
-            need(source.input[1] == scale)
+            need((source.input[1], source.given(2)) == (scale, zero))
             return source.input[0]
         need(graph.constants.keys() >= {scale, *filter(None, [zero])})
         is_single = graph.value(scale).elements == 1

@@ -367,3 +367,17 @@ def test_a_layer_in_integers_with_constant_scales_becomes_float(tmp_path: Path) 
     inputs = {"x": rng.uniform(-2, 2, (2, 8)).astype(np.float32)}
     found, rounded = (run_model(tmp_path / name, inputs)["y"] for name in ("f.onnx", "q.onnx"))
     assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
+
+
+@pytest.mark.parametrize("made", ["q = QuantizeLinear(x, s, z)", "q, s, t = DynamicQuantizeLinear(x)"])
+def test_a_layer_with_another_zero_point_than_its_integers_stays(made: str, tmp_path: Path) -> None:
+    body = f"""g (float[2,8] x) => (float[2,4] y) {{
+        {made} a = MatMulInteger(q, v, o) e = Cast <to = 1> (a) p = Mul(s, vs) y = Mul(e, p) }}"""
+    weights: dict[str, Array] = {
+        "v": np.ones((8, 4), np.uint8), "vs": np.array(0.01, np.float32), "o": np.array(7, np.uint8),
+        "s": np.array(0.02, np.float32), "z": np.array(128, np.uint8),
+    }  # fmt: skip
+    read = {name: value for name, value in weights.items() if f"{name}, t" not in made}
+    model = make_model(body, tmp_path / "q.onnx", weights=read)
+    with pytest.raises(ModelError, match="cannot be made float: .*MatMulInteger"):
+        dequantize_model(model, tmp_path / "f.onnx")
