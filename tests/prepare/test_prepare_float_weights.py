@@ -379,5 +379,5 @@ def test_a_layer_with_another_zero_point_than_its_integers_stays(made: str, tmp_
     }  # fmt: skip
     read = {name: value for name, value in weights.items() if f"{name}, t" not in made}
     model = make_model(body, tmp_path / "q.onnx", weights=read)
-    with pytest.raises(ModelError, match="cannot be made float: .*MatMulInteger"):
+    with pytest.raises(ModelError, match=r"cannot be made float: .*MatMulInteger"):
         dequantize_model(model, tmp_path / "f.onnx")

@@ -707,6 +707,10 @@ def test_each_token_is_a_decision_and_those_of_a_sample_tell_less() -> None:
     alike = measure.judge(sorted_records)
     assert (alike.estimate, alike.agreement) == pytest.approx((loss.estimate, loss.agreement))
     assert np.ptp(alike.interval) > 3 * np.ptp(loss.interval)
+    # A single text tells no more than its two halves; of texts with one token each is a sample of its own.
+    assert np.ptp(measure.judge(records[:1]).interval) > np.ptp(measure.judge(records[:3]).interval)
+    single = [record[:, :1] for record in records]
+    assert np.ptp(measure.judge(single).interval) < 5 * np.ptp(loss.interval)
 
 
 def test_the_probability_of_an_answer_is_that_of_all_steps_that_spell_it() -> None:

@@ -137,7 +137,7 @@ def test_the_numbers_whose_means_are_squashed_are_no_scores_themselves(tmp_path:
 @pytest.mark.parametrize(
     ("words", "read", "kind", "other"),
     [(50, "int64[1,16]", "tokens", ""), (40, "int64[1,16]", "values", "tokens"), (50, "int32[1,n]", "tokens", ""),
-     (50, "int64[1,12]", "sequence", "")],
+     (50, "int64[1,12]", "sequence", ""), (50, "int64[16,1]", "tokens", ""), (50, "int64[n]", "sequence", "")],
 )  # fmt: skip
 def test_steps_that_rank_words_are_next_words(words: int, read: str, kind: str, other: str, tmp_path: Path) -> None:
     text = TOKENS.replace("W]", f"{words}]").replace("int64[1,16]", read)

@@ -259,8 +259,10 @@ def _judge_tokens(records: Sequence[Array]) -> Loss:
     answers, old, new, moved = (np.concatenate([record[row] for record in records]) for row in (0, 2, 3, 4))
     changed = np.concatenate([record[0] != record[1] for record in records])
     loss = _judge_decisions(np.stack([np.where(changed, old - new, 0.0), changed, answers], axis=1))
-    count = len(records)
-    return widen_interval(loss, moved.reshape(count, -1)) if count > 1 and len(moved) % count == 0 else loss
+    # A single text is cut in two halves. Where texts differ in length, parts of their mean length stand for them.
+    groups = max(len(records), 2)
+    steps = len(moved) // groups
+    return widen_interval(loss, moved[: groups * steps].reshape(groups, steps)) if steps > 1 else loss
 
 
 def _judge_classes(records: Sequence[Array]) -> Loss:

@@ -219,11 +219,14 @@ def _read_steps(graph: Graph, name: str, first: Array, reading: Reading) -> Read
 
 
 def _find_step_kind(graph: Graph, value: Array, axis: int) -> Literal["sequence", "tokens"]:
-    """Returns "tokens" if each step of an output belongs to a token that the network reads, else "sequence"."""
+    """Returns "tokens" if each step of an output belongs to a token that the network reads, else "sequence".
+
+    Tokens are integers [steps], [batch, steps] or [steps, batch]. One open size alone is that of `lengths` [batch].
+    """
     steps = value.size // value.shape[axis]
     read = (graph.value(name) for name in graph.inputs)
-    texts = [each.shape[-1] for each in read if each.dtype in {"int32", "int64"} and each.shape]
-    return "tokens" if {steps, None}.intersection(texts) else "sequence"
+    texts = [each.shape for each in read if each.dtype in {"int32", "int64"} and each.shape and len(each.shape) <= 2]
+    return "tokens" if any(steps in shape or (len(shape) == 2 and None in shape) for shape in texts) else "sequence"
 
 
 def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:
