@@ -90,6 +90,19 @@ def test_a_softmax_left_out_and_swapped_outputs_are_named_and_nothing_where_noth
     assert find_suspects(from_list(ROWS), from_list([]), ["y"]) == {}
 
 
+@pytest.mark.parametrize(("size", "words"), [(1, "nobody"), (2, "times a factor")])
+def test_four_values_are_too_few_for_a_factor_and_a_constant(size: int, words: str) -> None:
+    rows: list[Tensors] = [{"y": row["y"].reshape(1, -1)[:, :size]} for row in ROWS]
+    assert words in suspect(lambda y: y * 2, rows)
+
+
+def test_of_few_values_none_is_swapped() -> None:
+    rows: list[Tensors] = [{name: value.reshape(1, -1)[:, :2] for name, value in ROWS[0].items()}]
+    got: list[Tensors] = [{"y": row["z"], "z": row["y"]} for row in rows]
+    assert find_suspects(from_list(rows), from_list(got), ["y"]) == {}
+    assert "swapped" in find_suspects(from_list(rows * 2), from_list(got * 2), ["y"])["y"]
+
+
 def test_constants_that_are_equal_are_not_swapped() -> None:
     """Two counts, each the same in all samples: that the wrong one equals the other is chance."""
     five, seven = (np.full((1, 1), value, dtype=np.float32) for value in (5, 7))

@@ -47,7 +47,8 @@ def describe_change(wanted: Array, found: Array) -> str:
 
     The first axis of both arrays is that of the samples.
     """
-    if wanted.shape != found.shape or wanted.ndim < 2 or wanted.size < _LEAST_VALUES:
+    # A scale and a constant are two parameters.
+    if wanted.shape != found.shape or wanted.ndim < 2 or wanted.size < 2 * _LEAST_VALUES:
         return ""
     rows = max(1, _MOST_VALUES * len(wanted) // wanted.size)
     one, other = (side[:rows].astype(np.float64) for side in (wanted, found))
@@ -64,7 +65,7 @@ def describe_change(wanted: Array, found: Array) -> str:
 def explains(made: Sequence[_Pair], before: Sequence[_Pair]) -> bool:
     """Returns True if each second array of `made` is nearly its first one, and much nearer than in `before`.
 
-    Arrays that are not finite, of different shapes, or of one value only, are not explained.
+    Arrays that are not finite, of different shapes, of few values, or of one value only, are not explained.
     """
     return _is_better(_fit_pairs(made), _fit_pairs(before))
 
@@ -77,7 +78,7 @@ def _fit_pairs(pairs: Sequence[_Pair]) -> float:
     if not pairs or any(one.shape != two.shape for one, two in pairs):
         return -DB_LIMIT
     made, found = (np.concatenate([pair[side].astype(np.float64).ravel() for pair in pairs]) for side in (0, 1))
-    is_known = np.isfinite(made).all() and np.isfinite(found).all() and found.size and np.ptp(found)
+    is_known = found.size >= _LEAST_VALUES and np.isfinite(made).all() and np.isfinite(found).all() and np.ptp(found)
     return _fit(made, found) if is_known else -DB_LIMIT
 
 
