@@ -106,31 +106,46 @@ def _round_pools(model: onnx.ModelProto) -> bool:
 # The size that onnx infers behind a window larger than what it slides over is negative. For such an input the inference
 # of Slice (onnx 1.23, and the copy in ONNX Runtime) fails an assertion of std::clamp, which ends the process.
 _WINDOWS = frozenset({"AveragePool", "Conv", "ConvInteger", "LpPool", "MaxPool", "QLinearConv"})
+_CUTTING = _WINDOWS | {"ConvTranspose", "Pad"}
 _UNSLICED = "edgekit.unsliced"
 # Each pass shows the slices whose input the one before has sized; more are made by hostile files only.
 _MOST_PASSES = 16
 
 
 def _find_large_windows(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Returns the nodes with a window that may find no place to stand, even once."""
-    windows = (node for node in iterate_nodes(model.graph) if node.op_type in _WINDOWS and node.domain in MAIN_DOMAINS)
-    # Large weights are inputs while a model is inferred.
-    if not (nodes := list(windows)):
+    """Returns the nodes with a window that may find no place to stand, even once, and those that may cut off too much.
+
+    A ConvTranspose cuts by pads that are wider than its window, a Pad by negative ones.
+    """
+    nodes = [node for node in iterate_nodes(model.graph) if node.op_type in _CUTTING and node.domain in MAIN_DOMAINS]
+    if not nodes:
         return []
-    stored = _read_sizes(model)
-    return [node for node in nodes if _has_large_window(node, stored)]
+    # Large weights are inputs while a model is inferred.
+    stored, negative = _read_sizes(model), _find_negative_pads(model, nodes)
+    return [node for node in nodes if not negative.isdisjoint(node.input[1:2]) or _has_large_window(node, stored)]
+
+
+def _find_negative_pads(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto]) -> set[str]:
+    """Returns the names of the constants with pads of which one is negative."""
+    read = {name for node in nodes if node.op_type == "Pad" for name in node.input[1:2]}
+    stored = [each for graph in iterate_graphs(model.graph) for each in list_constants(graph).items()] if read else []
+    inside = [(name, each) for name, each in stored if name in read and each.data_location != each.EXTERNAL]
+    return {name for name, each in inside if min(numpy_helper.to_array(each).ravel(), default=0) < 0}
 
 
 def _has_large_window(node: onnx.NodeProto, stored: Mapping[str, list[int]]) -> bool:
     given = {each.name: list(each.ints) for each in node.attribute}
+    if node.op_type == "Pad":
+        return min(given.get("pads", []), default=0) < 0
     weight = "".join(node.input[3:4] if node.op_type == "QLinearConv" else node.input[1:2])
     kernel = given.get("kernel_shape") or stored.get(weight, [])[2:]
     rank, pads = len(kernel), given.get("pads", [])
     for axis, size in enumerate(kernel):
         dilation, stride = (given.get(key, [1] * rank)[axis : axis + 1] or [1] for key in ("dilations", "strides"))
         padding = sum(pads[axis::rank]) if len(pads) == 2 * rank else 0
+        reach = (size - 1) * dilation[0] + 1
         # The division by the stride rounds towards zero, so that a window must lack two steps.
-        if (size - 1) * dilation[0] + 1 - padding >= 2 * stride[0]:
+        if padding > reach if node.op_type == "ConvTranspose" else reach - padding >= 2 * stride[0]:
             return True
     return False
 

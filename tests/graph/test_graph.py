@@ -338,6 +338,20 @@ _AFTER = "e = Conv(x, w) r = " + _BODY.format("s = Relu(e)") + " d = Slice(r, ze
 
 
 @pytest.mark.parametrize(
+    ("made", "shape"),
+    [("Pad(x, cut)", "-2"), ("Pad(y, cut)", "-3"), ("ConvTranspose<pads=[5, 5]>(x, w)", "-5")],
+)
+def test_a_slice_behind_what_cuts_off_too_much_ends_no_process(made: str, shape: str, tmp_path: Path) -> None:
+    model = save_net(
+        f"(float[1,1,3] x) => (float[a,b,c] z) {{ y = MaxPool<kernel_shape=[2]>(x) e = {made} z = Slice(e, s, t, t) }}",
+        tmp_path / "m.onnx",
+        w=np.ones((1, 1, 3), np.float32), cut=np.array([0, 0, -2, 0, 0, -3]), s=np.array([0]), t=np.array([2]),
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=rf"would make a tensor of shape \[1, 1, {shape}\]"):
+        prepare_model(model, tmp_path / "p.onnx")
+
+
+@pytest.mark.parametrize(
     ("body", "rows"),
     [
         (_SMALL, 3),
