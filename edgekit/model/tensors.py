@@ -154,18 +154,21 @@ class ListColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return frozenset(each.output for each in (self.boxes, self.score, self.kind) if each is not None)
 
 
-OutputKind = Literal["classes", "map", "sequence", "tokens", "labels", "image", "embedding", "values", "scores"]
+OutputKind = Literal[
+    "classes", "map", "sequence", "tokens", "heatmaps", "labels", "image", "embedding", "values", "scores"
+]
 """What an output is.
 
 classes: scores of the classes of one decision. map: of many independent decisions, such as pixels or boxes. sequence:
 of the steps of one answer, such as the letters of a word. tokens: of each token of a text, such as the next word or a
-tag. labels: the decided classes themselves (ArgMax). image: an image. embedding: a vector that is compared with others
-by its direction, such as a face's. values: other numbers, such as boxes. scores: logits of independent classes, to
-which the app applies the sigmoid.
+tag. heatmaps: maps whose highest places are asked for, such as one for each joint of a body. labels: the decided
+classes themselves (ArgMax). image: an image. embedding: a vector that is compared with others by its direction, such as
+a face's. values: other numbers, such as boxes. scores: logits of independent classes, to which the app applies the
+sigmoid.
 """
 
 
-MeasuredKind = Literal["classes", "map", "sequence", "tokens", "labels", "image", "embedding", "values"]
+MeasuredKind = Literal["classes", "map", "sequence", "tokens", "heatmaps", "labels", "image", "embedding", "values"]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

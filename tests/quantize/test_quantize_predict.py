@@ -713,6 +713,56 @@ def test_each_token_is_a_decision_and_those_of_a_sample_tell_less() -> None:
     assert np.ptp(measure.judge(single).interval) < 5 * np.ptp(loss.interval)
 
 
+def draw_peaks(rng: np.random.Generator, places: Array, spread: float = 1.5, size: tuple[int, int] = (32, 24)) -> Array:
+    """Heatmaps [1, maps, height, width] with a Gaussian at each of `places` [maps, 2], and a little noise."""
+    grid = np.stack(np.meshgrid(*map(np.arange, size), indexing="ij"))
+    ways = ((grid[None] - places[:, :, None, None]) ** 2).sum(axis=1)
+    return np.asarray(np.exp(-ways / (2 * spread**2)) + rng.normal(0, 0.01, ways.shape))[None].astype(np.float32)
+
+
+def test_maps_of_one_peak_each_are_heatmaps(tmp_path: Path) -> None:
+    """As those of the joints of a body: not masks, which are flat on top, nor crowds, nor photographs."""
+    rng = np.random.default_rng(0)
+    rows = [draw_peaks(rng, rng.uniform(4, 20, (17, 2))) for _ in range(8)]
+    assert read_kind(tmp_path, rows) == Reading(kind="heatmaps", axis=1)
+    assert read_kind(tmp_path, [row.transpose(0, 2, 3, 1) for row in rows]) == Reading(kind="heatmaps", axis=3)
+    # A joint that is not in the picture has no peak.
+    hidden = [np.where(np.arange(17)[:, None, None] % 3 == 0, row * np.float32(0.1), row) for row in rows]
+    assert read_kind(tmp_path, hidden).kind == "heatmaps"
+    # Where most maps are empty, nothing tells what they are.
+    empty = [np.where(np.arange(17)[:, None, None] > 5, row * np.float32(0.1), row) for row in rows]
+    masks = [(row > 0.5).astype(np.float32) for row in rows]
+    crowds = [row + np.roll(row, 11, axis=2) for row in rows]
+    photographs = [rng.random(row.shape, np.float32) for row in rows]
+    wide = [draw_peaks(rng, rng.uniform(4, 20, (17, 2)), 6.0) for _ in range(8)]
+    for others in (empty, masks, crowds, photographs, wide, [row * np.float32(0) for row in rows]):
+        assert read_kind(tmp_path, others).kind != "heatmaps"
+
+
+def test_the_drop_of_heatmaps_is_the_share_of_peaks_that_move() -> None:
+    rng, measure, reading = np.random.default_rng(0), MEASURES["heatmaps"], Reading(kind="heatmaps", axis=1)
+    records = list[Array]()
+    for index in range(20):
+        places = rng.integers(4, 20, (5, 2))
+        # One place of 32 is less than a twentieth, three are more; the last map of each sample shows nothing.
+        moved = places + np.array([(0, 0), (1, 0), (0, 0), (3 if index % 4 == 0 else 0, 0), (9, 9)])
+        seen = np.array([1, 1, 1, 1, 0.1], np.float32)[:, None, None]
+        records.append(measure.record(draw_peaks(rng, places) * seen, draw_peaks(rng, moved) * seen, reading))
+    loss = measure.judge(records)
+    assert (loss.estimate, loss.agreement) == pytest.approx((5 / 80, 75 / 80))
+    assert loss.interval[0] <= wilson_interval(5, 80)[0] < 5 / 80 < wilson_interval(5, 80)[1] <= loss.interval[1]
+    same = measure.judge(records[1:4])
+    assert (same.estimate, same.agreement) == (0, 1)
+    assert measure.judge(records[:1]).interval == wilson_interval(1, 4)
+    # The same number of peaks, all of them in two samples.
+    places = rng.integers(4, 20, (5, 2))
+    whole = [
+        measure.record(draw_peaks(rng, places), draw_peaks(rng, places + 5 * (at < 2)), reading) for at in range(20)
+    ]
+    assert np.ptp(measure.judge(whole).interval) > 1.5 * np.ptp(wilson_interval(10, 100))
+    assert measure.distances(records)[0] > measure.distances(records)[1]
+
+
 def test_the_probability_of_an_answer_is_that_of_all_steps_that_spell_it() -> None:
     rows = np.random.default_rng(0).dirichlet(np.ones(3), size=5).T
     spelt = dict[tuple[int, ...], float]()

@@ -99,6 +99,15 @@ def test_a_detector_that_detects_nothing_is_not_proven(scale: float, tmp_path: P
     assert (silent.verdict == "pass") is False
 
 
+def one_peak(*places: int | None) -> Array:
+    """Heatmaps [1, maps, 40, 8] with one in a row of each, or nothing."""
+    maps = np.zeros((1, len(places), 40, 8), np.float32)
+    for at, row in enumerate(places):
+        if row is not None:
+            maps[0, at, row, 4] = 1
+    return maps
+
+
 def one_hot(*steps: int) -> Array:
     return np.eye(4, dtype=np.float32)[[list(steps)]]
 
@@ -130,6 +139,9 @@ LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 0, 1)] for count in (40
         # Most words have no tag.
         (Reading(kind="tokens", axis=2), [one_hot(0, 1, 0, 2, 0, 0, 3, 0)], [one_hot(0, 1, 0, 0, 0, 0, 3, 0)],
          [("steps", 7 / 8)]),
+        # Of two peaks in the first sample and one in the second, one moves by more than a twentieth of the side.
+        (Reading(kind="heatmaps", axis=1), [one_peak(3, 30), one_peak(9, None)], [one_peak(4, 33), one_peak(9, None)],
+         [("peaks", 2 / 3)]),
         # The edit distance of longer lines would take too long.
         (Reading(kind="sequence", axis=2), LINES[4096], LINES[4096], [("letters", 1)]),
         (Reading(kind="sequence", axis=2), LINES[4097], LINES[4097], [("steps", 1)]),

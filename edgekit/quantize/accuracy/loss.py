@@ -21,7 +21,13 @@ import numpy as np
 
 from edgekit.data.intervals import Z95, student_95, wilson_interval
 from edgekit.model.tensors import Array, MeasuredKind, Reading
-from edgekit.quantize.accuracy.output_kinds import IMAGE_CHANNELS, read_decisions, read_probabilities
+from edgekit.quantize.accuracy.output_kinds import (
+    IMAGE_CHANNELS,
+    VISIBLE,
+    read_decisions,
+    read_probabilities,
+    spread_maps,
+)
 from edgekit.quantize.ranges import softmax
 
 # Below -20 dB nothing is left of a signal, and above 80 dB float32 itself rounds more: within these, no single output
@@ -118,6 +124,8 @@ _TABLE_VALUES, _TABLE_PLACES = 5, 16
 _CHANCE = 0.12
 # Cosines of float32 vectors that differ by less are equal but for rounding.
 _EQUALLY_NEAR = 1e-6
+# A peak that moves by at most this share of the longer side of its heatmap stays: a choice.
+_NEAR = 0.05
 # Detail of an image is what is finer than so many pixels.
 _FINE = 4
 
@@ -336,6 +344,42 @@ def _judge_labels(records: Sequence[Array]) -> Loss:
     return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
 
 
+def record_heatmaps(expected: Array, found: Array, reading: Reading) -> Array:
+    """Returns float64 [3, maps]: the height of the peak, how far it moved, and the Hellinger distance of both maps.
+
+    The way is a share of the map's longer side. A map is taken as a distribution over its places.
+    """
+    both = [spread_maps(value.astype(np.float64), reading.axis) for value in (expected, found)]
+    one, two = (each.reshape(len(each), -1) for each in both)
+    tops = [np.stack(np.unravel_index(each.argmax(axis=1), both[0].shape[1:])) for each in (one, two)]
+    way = np.hypot(*(tops[0] - tops[1])) / max(both[0].shape[1:])
+    chances = [
+        (kept := np.maximum(each, 0)) / np.maximum(kept.sum(axis=1, keepdims=True), 1e-12) for each in (one, two)
+    ]
+    return np.stack([one.max(axis=1), way, measure_hellinger(chances[0].T, chances[1].T)])
+
+
+def count_peaks(records: Sequence[Array]) -> Array:
+    """Returns for each sample how many peaks stay, and how many there are, float64 [samples, 2].
+
+    A peak stays that moves by at most a twentieth of the map's longer side. Maps that show nothing have none.
+    """
+    heights, way, _ = np.stack(records, axis=1)
+    shown = heights > VISIBLE * heights.max()
+    return np.stack([(shown & (way <= _NEAR)).sum(axis=1), shown.sum(axis=1)], axis=1).astype(np.float64)
+
+
+def _judge_heatmaps(records: Sequence[Array]) -> Loss:
+    """Returns the share of peaks that moved: 1 - PCK, the correct keypoints of Y. Yang and D. Ramanan (2013).
+
+    The interval is Wilson's, of a counted proportion; peaks of a sample resemble each other (`widen_interval`).
+    """
+    stay, count = (int(each) for each in count_peaks(records).sum(axis=0))
+    share, moved = 1 - stay / max(count, 1), np.stack(records)[:, 2]
+    loss = Loss(estimate=share, interval=wilson_interval(count - stay, count), agreement=1 - share)
+    return widen_interval(loss, moved) if min(moved.shape) > 1 else loss
+
+
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
     """Returns [mean square of the difference, mean square of the detail, 1 % quantile, 99 % quantile] of an image."""
     one, two = expected.astype(np.float64), found.astype(np.float64)
@@ -491,6 +535,7 @@ def _compare_all(vectors: Array) -> Array:
 _CONFIDENCE, _DIFFERENCES = "the float model's confidence", "the differences"
 ONE_ANSWER = "the float model's confidence in the one answer of all samples"
 """The source of a drop if the float model's class is the same for all samples."""
+_PEAKS = "the highest place of each map"
 _NEIGHBOURS = "the neighbours of each sample among the others"
 MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
     "classes": OutputMeasure(
@@ -507,6 +552,10 @@ MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
     "tokens": OutputMeasure(
         "top-1 accuracy of tokens", _CONFIDENCE, _judge_tokens, _of_each(lambda record: record[4].mean()),
         _record_sequence,
+    ),
+    "heatmaps": OutputMeasure(
+        "peaks that stay (PCK at 5 %)", _PEAKS, _judge_heatmaps, _of_each(lambda record: record[2].mean()),
+        record_heatmaps,
     ),
     "labels": OutputMeasure(
         "equal labels", "the changed labels", _judge_labels, _of_each(lambda record: record[0] / record[1]),

@@ -1,5 +1,6 @@
 """The kind of each output: as the user stated it, or guessed from its values and the graph."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -58,6 +59,11 @@ _SAME_SHAPE = 0.1
 # correlation of numbers of one axis and of others. 620 tables of random scores of 2 to 32 features have at most 0.32,
 # the 21 points of a hand 0.53. Fewer numbers reach it by chance.
 _LEAST_POINTS, _MOVES_TOGETHER = 30, 0.35
+# Of the places where a peak has half of its height, at most the first share has nine tenths (of a Gaussian's 0.15, of a
+# mask's all). Most of its map has less than the second share of its height.
+_FLAT_TOP, _GROUND = 0.5, 0.1
+VISIBLE = 0.3
+"""A heatmap shows something if its highest value is this share of the highest of all maps and samples: a choice."""
 # A sample has fewer ratings, or numbers beside a decision, than this: more of them are something else.
 _MANY_CLASSES = 100
 
@@ -180,6 +186,8 @@ def _guess_reading(
         return Reading(kind="labels")
     if first.dtype.kind != "f" or not first.size or not all(np.isfinite(value).all() for value in values):
         return None
+    if _are_heatmaps(values):
+        return Reading(kind="heatmaps", axis=_map_axes(first.shape)[0])
     guess = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(graph, name, values, squash)
     return guess if guess and is_score else _read_numbers(graph, name, values)
 
@@ -250,6 +258,38 @@ def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:
     if len(made) == 1 and is_plain and first.shape[made[0]] > _BOX and not may_be_image(first.shape):
         return msgspec.structs.replace(reading, other="map", other_axis=made[0])
     return reading
+
+
+def spread_maps(value: Array, axis: int) -> Array:
+    """Returns heatmaps as [maps, height, width]; `axis` is that of the maps."""
+    maps = np.moveaxis(value, axis, 0)
+    return maps.reshape(-1, *maps.shape[-2:])
+
+
+def _are_heatmaps(values: Sequence[Array]) -> bool:
+    """Returns True for maps of one peak each, [1, maps, height, width] or [1, height, width, maps].
+
+    Most show something, and nine of ten of these have a single peak that falls off on all sides.
+    """
+    first = values[0]
+    if first.ndim != 4 or len(first) != 1:
+        return False
+    maps = np.concatenate([spread_maps(value, _map_axes(first.shape)[0]) for value in values])
+    heights = maps.max(axis=(1, 2))
+    shown = heights > VISIBLE * heights.max()
+    if min(maps.shape[1:]) < _LEAST_SIDE or 2 * shown.sum() < len(maps):
+        return False
+    return bool(np.mean([_is_peak(each / each.max()) for each in maps[shown]]) >= 0.9)
+
+
+def _is_peak(scaled: Array) -> bool:
+    """Returns True for a map [height, width] of one peak of height 1."""
+    half, top = np.argwhere(scaled >= 0.5), np.unravel_index(int(scaled.argmax()), scaled.shape)
+    # A disc of as many places has this radius; a peak may be twice as long as it is wide.
+    reach = 2 * math.sqrt(len(half) / math.pi) + 1
+    is_pointed = (scaled >= 0.9).sum() <= max(1.0, _FLAT_TOP * len(half))
+    is_alone = float(np.hypot(*(half - top).T).max()) <= reach and float(np.median(np.abs(scaled))) < _GROUND
+    return bool(is_pointed and is_alone)
 
 
 def _are_unit(values: Sequence[Array]) -> bool:

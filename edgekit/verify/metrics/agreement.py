@@ -29,18 +29,20 @@ from edgekit.data.intervals import bootstrap_share, span_95, wilson_interval
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array, MeasuredKind, Reading, Tensors, is_numeric
-from edgekit.quantize.accuracy.loss import find_blank, spell_answer
+from edgekit.quantize.accuracy.loss import count_peaks, find_blank, record_heatmaps, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_decisions, says_yes_or_no
 from edgekit.verify.metrics.tensor_metrics import energy_of
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Of = Literal[
-    "classes", "places", "findings", "steps", "letters", "labels", "neighbours", "variance", "energy", "detections"
-]
+    "classes", "places", "findings", "steps", "letters", "peaks", "labels", "neighbours", "variance", "energy",
+    "detections",
+]  # fmt: skip
 """What the share counts."""
 SHARED: Mapping[Of, str] = {
     "classes": "top-1 agreement", "places": "agreement of places", "steps": "agreement of steps",
-    "letters": "agreement of letters", "labels": "agreement of labels", "detections": "detection agreement",
+    "letters": "agreement of letters", "peaks": "agreement of peaks", "labels": "agreement of labels",
+    "detections": "detection agreement",
     "findings": "agreement of findings (F1)",
     "neighbours": "agreement of neighbours", "variance": "share of the variance", "energy": "share of the energy",
 }  # fmt: skip
@@ -106,6 +108,9 @@ def measure_agreement(
             for each in filter(None, (reading, other)):
                 if says_yes_or_no(each):
                     shared += _share_findings(each, pairs)
+                elif each.kind == "heatmaps":
+                    records = [record_heatmaps(*pair, each) for pair in pairs()]
+                    shared += [sum_shares("peaks", count_peaks(records))] if records else []
                 elif each.kind in _DECIDING:
                     shared += _share_decisions(each, pairs)
                 else:

@@ -128,7 +128,8 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _STATED: Mapping[Of, OutputKind] = {
-    "classes": "classes", "places": "map", "findings": "map", "steps": "sequence", "letters": "sequence"
+    "classes": "classes", "places": "map", "findings": "map", "steps": "sequence", "letters": "sequence",
+    "peaks": "heatmaps",
 }  # fmt: skip
 _MEASURED: frozenset[Of] = frozenset({"neighbours", "variance", "energy"})
 
