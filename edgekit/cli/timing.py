@@ -163,7 +163,7 @@ def profile_command(
     top: Annotated[int, number("Show N rows of each table (15).", 1, 10_000, metavar="N", default=15)],
     trace: Annotated[
         Path | None,
-        Option("Write the file of ONNX Runtime's profiler, which Perfetto opens; a second one is FILE.1.json.", "FILE"),
+        Option("Write the profiler's file, for Perfetto; beside trace.json a second one is trace.1.json.", "FILE"),
     ],
     html: options.HtmlFile,
     no_roofline: Annotated[bool, Option("Do not measure the machine's roofline (its peak rates).")],

@@ -322,6 +322,14 @@ def test_only_times_of_the_same_model_device_and_settings_are_compared(tmp_path:
     assert compare_with_last(report(RUN), tmp_path / "none", 1.1) == report(RUN)
 
 
+def test_a_run_that_failed_is_compared_with_nothing(tmp_path: Path) -> None:
+    failed, file = report(timed(5.0, 0.1, failure="gone")), tmp_path / "h"
+    record_bench(file, failed)
+    assert compare_with_last(report(RUN), file, 1.1) == report(RUN)
+    record_bench(file, report(RUN))
+    assert compare_with_last(failed, file, 1.1) == failed
+
+
 def test_times_and_verifications_share_a_history(tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     record_bench(file, report(RUN))
