@@ -1,6 +1,6 @@
 """Renews the screenshots of HTML reports in docs/images, from the demo's model: `python tools/docs_pictures.py`.
 
-Needs chromium (`apt-get install chromium`). Each screenshot has 32 colours, so that it stays small.
+Needs chromium (`apt-get install chromium`). Each screenshot has 96 colours, so that it stays small.
 """
 
 import subprocess
@@ -30,7 +30,7 @@ def draw_pictures(work: Path) -> None:
         _run_edgekit(work, [*command, "--html", f"{name}.html"])
         _photograph(work / f"{name}.html", work / f"{name}.png", height)
         with Image.open(work / f"{name}.png") as picture:
-            picture.convert("RGB").quantize(32).save(ROOT / "docs" / "images" / f"{name}.png", optimize=True)
+            picture.convert("RGB").quantize(96).save(ROOT / "docs" / "images" / f"{name}.png", optimize=True)
 
 
 def _run_edgekit(work: Path, arguments: list[str]) -> None:
