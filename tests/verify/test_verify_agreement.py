@@ -139,6 +139,9 @@ LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 0, 1)] for count in (40
         # Most words have no tag.
         (Reading(kind="tokens", axis=2), [one_hot(0, 1, 0, 2, 0, 0, 3, 0)], [one_hot(0, 1, 0, 0, 0, 0, 3, 0)],
          [("steps", 7 / 8)]),
+        # One letter in two samples is no text.
+        (Reading(kind="sequence", axis=2), [one_hot(0, 1, 0, 0), one_hot(0, 0, 0, 0)],
+         [one_hot(0, 2, 0, 0), one_hot(0, 0, 0, 0)], [("steps", 7 / 8)]),
         # Of two peaks in the first sample and one in the second, one moves by more than a twentieth of the side.
         (Reading(kind="heatmaps", axis=1), [one_peak(3, 30), one_peak(9, None)], [one_peak(4, 33), one_peak(9, None)],
          [("peaks", 2 / 3)]),

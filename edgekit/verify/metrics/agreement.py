@@ -175,7 +175,9 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if answers:
         blank = find_blank(before for before, _ in answers)
         spelt = [[spell_answer(each, blank) for each in pair] for pair in answers] if blank is not None else []
-        if spelt and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
+        # Where the float model reads less than a letter a sample, the samples hold no text, or it is no reader.
+        reads = bool(spelt) and sum(len(before) for before, _ in spelt) >= len(spelt)
+        if reads and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
             of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
             rows = [(float(size - edits), float(size)) for size, edits in sizes]
     yield sum_shares(of, np.array(rows))
