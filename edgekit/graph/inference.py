@@ -184,7 +184,11 @@ def _infer_past_windows(light: onnx.ModelProto, hidden: Sequence[onnx.NodeProto]
             node.domain = ""
         hidden = [node for node in hidden if node.domain]
         inferred = _infer(light)
-    if not hidden or _find_negative(inferred) is not None:
+    if not hidden:
+        return inferred
+    # Data propagation may lose a size; and where inference fails, nothing tells what is negative.
+    tries = (inferred, _try_inference(light, data_prop=False))
+    if inferred is light or any(each is None or _find_negative(each) is not None for each in tries):
         return inferred
     # What no pass can size is not negative either.
     for node in hidden:

@@ -377,6 +377,18 @@ def test_a_slice_of_a_negative_size_ends_no_process(body: str, rows: int, tmp_pa
         prepare_model(model, tmp_path / "p.onnx")
 
 
+def test_a_negative_size_that_data_propagation_loses_ends_no_process() -> None:
+    """An Expand that data propagation refuses; a large constant has inference run without it first."""
+    proto = parse_net(
+        """(float[1,2,3,2] x) => (float[a,b,c,d] y) <int64[1] low = {-4}, int64[1] high = {-2}, int64[1] three = {3},
+        int64[1] zero = {0}, int64[1] two = {2}, int64[1] big = {2147483647}> {
+        none = Slice(x, low, high, three) size = Shape(x) wide = Expand(none, size) e = Conv(wide, w)
+        y = Slice(e, zero, two, three) }"""
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2, 3, 3), np.float32), "w"))
+    assert [each.op_type for each in infer_model(proto).graph.node] == [each.op_type for each in proto.graph.node]
+
+
 @pytest.mark.parametrize(("name", "shape"), [("x", (1, 1, -1, 8)), ("y", (1, 2, -1, 6))])
 def test_a_size_of_minus_one_is_an_open_one(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     proto = parse_net("(float[1,1,n,8] x) => (float[1,2,c,6] y) { e = Conv(x, w) y = Relu(e) }")
