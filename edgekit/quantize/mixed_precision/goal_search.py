@@ -121,8 +121,7 @@ class _Choice:
         The target must take as much of the work. Of two plans the better is the one that meets the goal. If both do, or
         neither, it is the one that moves the decisions of all samples less: by the mean Hellinger distance of a
         decision (`Measure.distances`), to which every sample contributes. The few decisions that changed would tell
-        less, and the ratio to the signal counts errors of logits that decide nothing. With `clearly` the difference
-        must be more than chance.
+        less, and the ratio to the signal counts errors of logits that decide nothing.
         """
         search, chosen = self.search, self.chosen
         trial = self.add(step, make, plan_search.look_against(search, chosen))
