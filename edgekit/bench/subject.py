@@ -20,8 +20,7 @@ from edgekit.devices.process.run import REPLAY_SAVED
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import TensorSpec
-from edgekit.prepare.clean import freeze_model
-from edgekit.prepare.opset import lower_model
+from edgekit.prepare.clean import make_runnable
 from edgekit.prepare.shapes import find_unset, formula_names, name_dims, size_inputs
 from edgekit.target import Form, Target
 
@@ -158,7 +157,7 @@ def _list_keys(path: Path) -> set[str]:
 def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     model: Model | None = None
     if path.suffix != ".ort":
-        model = freeze_model(lower_model(load_model(path), work / "lowered"), work / "frozen", opening.freeze)
+        model = make_runnable(load_model(path), work, opening.freeze)
         path, inputs, outputs = model.path, model.inputs, model.outputs
     elif opening.freeze:
         raise UsageError(f"--freeze cannot change '{path}': it is in ORT format", hint="give the ONNX model")

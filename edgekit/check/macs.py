@@ -9,9 +9,9 @@ from math import prod
 import msgspec
 import onnx
 
-from edgekit.errors import ModelError, UsageError
+from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, Node, Value, infer_graph
-from edgekit.graph.inference import refuse_empty_windows
+from edgekit.graph.inference import find_empty_window
 from edgekit.model.model import read_inputs
 from edgekit.prepare.shapes import fix_dims, formula_names
 
@@ -162,12 +162,8 @@ def choose_sizes(graph: Graph) -> dict[str, int]:
 
 def _fits(graph: Graph, sizes: Mapping[str, int]) -> bool:
     """Returns False if a window is larger than its input at these sizes; a formula without a value says nothing."""
-    try:
-        if (sized := _copy_sized(graph, sizes)) is not None:
-            refuse_empty_windows(sized)
-    except ModelError:
-        return False
-    return True
+    sized = _copy_sized(graph, sizes)
+    return sized is None or find_empty_window(sized) is None
 
 
 def _copy_sized(graph: Graph, sizes: Mapping[str, int]) -> onnx.ModelProto | None:

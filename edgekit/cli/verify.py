@@ -28,8 +28,7 @@ from edgekit.devices.find import default_target, find_device, load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import FormatReport, compare_formats
 from edgekit.model.model import load_model
-from edgekit.prepare.clean import freeze_model
-from edgekit.prepare.opset import lower_model
+from edgekit.prepare.clean import make_runnable
 from edgekit.prepare.shapes import size_inputs
 from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_metric
@@ -376,15 +375,14 @@ def compare_command(
         raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
     options.require_places((html,), ())
     with work_folder() as work:
-        first = freeze_model(load_model(a, custom_ops=custom_ops), work / "frozen-a", freeze)
+        first = make_runnable(load_model(a, custom_ops=custom_ops), work / "a", freeze)
         inputs = size_inputs(first.inputs, dims, may_stay_open=True)
         all_samples = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None, idle=freeze)
         samples_to_compare = refusing_bad(limit_samples(all_samples, samples))
         second = load_model(b, custom_ops=custom_ops)
         # An input of A that is frozen may be a constant in B already.
         shared_constants = {spec.name: freeze[spec.name] for spec in second.inputs if spec.name in freeze}
-        second = freeze_model(second, work / "frozen-b", shared_constants)
-        first, second = lower_model(first, work / "a"), lower_model(second, work / "b")
+        second = make_runnable(second, work / "b", shared_constants)
         progress(f"compare on {samples_to_compare.count} samples")
         on, task = None, None
         if device is not None:

@@ -229,16 +229,25 @@ def _find_negative(inferred: onnx.ModelProto) -> tuple[onnx.NodeProto, list[int]
     return None
 
 
+def find_empty_window(model: onnx.ModelProto) -> tuple[onnx.NodeProto, list[int]] | None:
+    """Returns the first node whose window is larger than what it slides over, and the output's shape; None without one.
+
+    ONNX Runtime may end the process on a model that has one.
+    """
+    return _find_negative(infer_model(model)) if _find_large_windows(model) else None
+
+
 def refuse_empty_windows(model: onnx.ModelProto) -> None:
-    """Checks that every window finds a place to stand: ONNX Runtime may end the process on a model where one does not.
+    """Checks that every window finds a place to stand.
 
     Raises:
         ModelError: a window is larger than what it slides over.
     """
-    if _find_large_windows(model) and (found := _find_negative(infer_model(model))) is not None:
+    if (found := find_empty_window(model)) is not None:
         node, shape = found
         words = f"node '{node.name or node.output[0]}' ({node.op_type}) would make a tensor of shape {shape}"
-        raise ModelError(f"{words}: an input is too small for this network", hint="give larger sizes: --dim NAME=INT")
+        hint = "give larger sizes: --dim NAME=INT; where the model fixes them, export it with larger ones"
+        raise ModelError(f"{words}: an input is too small for this network", hint=hint)
 
 
 def has_long_vector(model: onnx.ModelProto) -> bool:

@@ -23,7 +23,7 @@ from edgekit.convert.ort_format.tables import iterate_graphs as iterate_ort_grap
 from edgekit.convert.ort_format.tables import open_tables, records, table, text
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, NCHWC_DOMAIN, ORT_DOMAIN, list_constants, read_constant
 from edgekit.graph.graph import Graph, read_graph, view_model
-from edgekit.graph.inference import infer_model
+from edgekit.graph.inference import find_empty_window, infer_model
 from edgekit.model import model as models
 from edgekit.model.external import skim_model
 from edgekit.model.model import iterate_graphs, load_model, read_proto
@@ -175,7 +175,7 @@ def inspect_model(
         is_quantized=bool(form := models.find_quantized_form(proto)),
         quantized=form,
         custom_ops=tuple(sorted(op for op in ops if op.rpartition(".")[0] not in _KNOWN_DOMAINS)),
-        runs=makes_session(model.path, unoptimized) if custom_ops else None,
+        runs=(find_empty_window(proto) is None and makes_session(model.path, unoptimized)) if custom_ops else None,
         has_control_flow=len(graphs) > 1,
         metadata={entry.key: entry.value for entry in proto.metadata_props},
         fixed_axes=list_fixed_axes(model.inputs, proto.producer_name),

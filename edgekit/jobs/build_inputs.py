@@ -29,9 +29,8 @@ from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.state import State
 from edgekit.model.tensors import Array, StatedOutput, check_outputs
 from edgekit.prepare import ready_model
-from edgekit.prepare.clean import freeze_model
+from edgekit.prepare.clean import make_runnable
 from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
-from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration
@@ -200,7 +199,7 @@ def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob)
 def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob, folder: Path) -> BuildInputs:
     folder.mkdir(exist_ok=True)
     recipe = job.recipe
-    source = freeze_model(lower_model(given, folder / "lowered"), folder / "frozen", recipe.freeze)
+    source = make_runnable(given, folder, recipe.freeze)
     job.progress("prepare the model")
     refuse_profiles(job.targets, source.inputs)
     dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)

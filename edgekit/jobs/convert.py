@@ -25,9 +25,8 @@ from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, UsageError
 from edgekit.model import model as models
 from edgekit.model.model import Model, QuantizedForm
 from edgekit.model.tensors import Tensors
-from edgekit.prepare.clean import freeze_model, prepare_model
+from edgekit.prepare.clean import make_runnable, prepare_model
 from edgekit.prepare.fix import FusedOps, FuseOptions, fuse_transformer
-from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import fix_dims
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize._ort_quantizer import quantize_dynamically
@@ -117,8 +116,7 @@ def convert_for(
     _refuse_large(model, targets, options)
     source = models.load_model(model, custom_ops=options.custom_ops)
     with work_folder() as work, staged_entries(out) as staging:
-        source = lower_model(source, work / "lowered", options.runtime or VERSION)
-        source = freeze_model(source, work / "frozen", recipe.freeze)
+        source = make_runnable(source, work, recipe.freeze, options.runtime or VERSION)
         progress("prepare the model")
         # A file without a target is for ONNX Runtime's own provider.
         prepare = partial(prepare_model, dims=recipe.dims, may_stay_open=takes_any_size(targets))
@@ -343,7 +341,7 @@ def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress:
         EdgekitError: the model or the data is wrong, or ONNX Runtime refuses the float model.
     """
     with work_folder() as work:
-        source = freeze_model(models.load_model(model), work / "frozen", recipe.freeze)
+        source = make_runnable(models.load_model(model), work, recipe.freeze)
         prepared = prepare_model(source, work / "prepared" / f"{source.name}.onnx", recipe.dims, may_stay_open=True)
         given = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
         all_samples = limit_samples(given, recipe.samples)

@@ -30,7 +30,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.package.formats import GROUP_PROGRAMS
 from edgekit.prepare import ready_model
-from edgekit.prepare.opset import lower_model
+from edgekit.prepare.clean import make_runnable
 from edgekit.prepare.shapes import OpenDimsError
 from edgekit.progress import Progress, name_steps, say_nothing
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets, takes_any_size
@@ -111,8 +111,8 @@ def _run_float(group: _Group, sets: SampleSets, folder: Path) -> Golden:
     """
     metric, sessions = group.file.metric, dict[str, CpuSession]()
     for name, given in group.models.items():
-        # A model with a newer IR version or opset is lowered, as in its own build.
-        model = lower_model(given, folder / "lowered" / name)
+        # As in its own build.
+        model = make_runnable(given, folder / "opened" / name)
         # Without optimization, as for the reference of a bundle.
         sessions[name] = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 

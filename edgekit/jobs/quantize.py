@@ -35,9 +35,8 @@ from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.tensors import check_outputs
 from edgekit.prepare import ready_model
-from edgekit.prepare.clean import freeze_model
+from edgekit.prepare.clean import make_runnable
 from edgekit.prepare.fix import FixedModel
-from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import QuantPlan, plan_quantization
@@ -186,7 +185,7 @@ def _open_job(
         raise UsageError("a model is quantized for one target at a time", hint=f"name one of {names}")
     target, plan = targets[0], None if how.plan is None else read_plan(as_path(how.plan))
     precision = _choose_integers(target, recipe, plan)
-    source = freeze_model(lower_model(load_model(model), work / "lowered"), work / "frozen", recipe.freeze)
+    source = make_runnable(load_model(model), work, recipe.freeze)
     if out is not None:
         require_apart([out], [source.path, *(source.path.parent / name for name in source.external_files)])
     with proposing_sizes(source.inputs, data.source, data.preprocess):

@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, defs, helper, numpy_helper
 
 from edgekit._files import AnyPath, as_path, replacing_file
-from edgekit._ort import Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
+from edgekit._ort import VERSION, Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
 from edgekit.graph.constants import ORT_DOMAIN, read_array, write_dense
 from edgekit.graph.inference import infer_model, refuse_empty_windows
 from edgekit.graph.match import known, made_by, need
@@ -30,7 +30,7 @@ from edgekit.model.soundness import read_opsets
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data, write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs, name_nodes
-from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
+from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, lower_model, read_opset
 from edgekit.prepare.rewrites.fused import FUSED, renew_softmax, split_fused
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, replace_unsupported, restore_nodes, skim_weights, strip_weights
@@ -348,6 +348,24 @@ def _has_branches(proto: onnx.ModelProto) -> bool:
     ONNX Runtime refuses a branch that does not fit the dimensions, or crashes.
     """
     return any(node.op_type == "If" for node in proto.graph.node)
+
+
+def make_runnable(
+    model: models.Model, folder: Path, constants: Mapping[str, float] = MappingProxyType({}), runtime: str = VERSION
+) -> models.Model:
+    """Returns a model that was given as one that ONNX Runtime can open; what must be changed is written to `folder`.
+
+    It has an IR version and opset that this version of ONNX Runtime reads (`lower_model`), constants in place of some
+    inputs (`freeze_model`), and no window that ends the process.
+
+    Raises:
+        UsageError: a name that is no input, or a number that its type cannot hold.
+        ModelError: an operator cannot be converted to an older opset, or an input is too small for a window.
+        OutputError: `folder` cannot be written.
+    """
+    opened = freeze_model(lower_model(model, folder / "lowered", runtime), folder / "frozen", constants)
+    refuse_empty_windows(skim_model(opened.path))
+    return opened
 
 
 def freeze_model(model: models.Model, folder: Path, constants: Mapping[str, float]) -> models.Model:

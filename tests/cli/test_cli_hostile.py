@@ -16,6 +16,7 @@ from bundle_models import save_classifier
 from fixture_types import Refused
 from onnx import helper
 from test_soundness import LOOP, TWO, call_itself
+from tiny_models import save_net
 
 from edgekit.cli.main import run_command
 from edgekit.prepare.interface import name_nodes
@@ -183,3 +184,18 @@ def test_an_input_that_nothing_can_hold_is_not_drawn(refused: Refused, tmp_path:
     g (float[1,3,1000000000,1] x) => (float[1,3,1000000000,1] y) { y = Relu(x) }"""
     model = write_model(text, lambda _: None, tmp_path / "m.onnx")
     assert "3000000000 values, too many to draw" in refused("bench", model, "--on", "host", "--runs", "2")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("compare", "m.onnx", "--data", "s.npz"), ("bench", "--on", "host"), ("profile",), ("tune",)],
+)
+def test_a_slice_behind_a_window_that_does_not_fit_ends_no_command(
+    command: tuple[str, ...], refused: Refused, tmp_path: Path
+) -> None:
+    """ONNX Runtime fails an assertion on such a model, which ends its process."""
+    text = "(float[1,1,4,4] x) => (float[a,b,c,d] y) { e = Conv(x, w) y = Slice(e, zero, two, two) }"
+    two = {"zero": np.array([0]), "two": np.array([2])}
+    save_net(text, tmp_path / "m.onnx", w=np.ones((2, 1, 9, 9), np.float32), **two)
+    np.savez(tmp_path / "s.npz", x=np.ones((2, 1, 1, 4, 4), np.float32))
+    assert "an input is too small for this network" in refused(command[0], "m.onnx", *command[1:])
