@@ -17,7 +17,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.detections import CERTAINTY, detection_distances
 from edgekit.quantize.accuracy.likeness import Compared, Likeness, Pair, Part, compare_sample
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_hellinger
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, judge_records, measure_hellinger
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import write_chosen
@@ -141,6 +141,17 @@ def test_steps_of_a_sequence_tell_less_than_as_many_samples() -> None:
         assert loss.estimate == alone.estimate
         reach, wanted = (each.interval[1] - each.estimate for each in (loss, alone))
         assert reach == pytest.approx(factor * wanted, rel=0.15)
+    # A single sequence tells no more than its two halves.
+    (_, loss), (_, alone) = (draw(own, each).losses[0] for each in (len(own), 1))
+    assert np.ptp(loss.interval) > 6 * np.ptp(alone.interval)
+    # A sequence whose samples hold several decisions each is one cluster: the interval is widened once.
+    rows = msgspec.structs.replace(
+        part, measure=msgspec.structs.replace(measure, row=0, distances=lambda records: np.concatenate(records)[:, 0])
+    )
+    for errors, factor in ((own, math.sqrt(4) * 2.365 / 1.96), (shared, math.sqrt(4 * steps) * 2.365 / 1.96)):
+        records = [np.repeat(each, 4)[None] for each in errors]
+        widened, alone = judge_records(rows.measure, records, steps), measure.judge(records)
+        assert np.ptp(widened.interval) == pytest.approx(factor * np.ptp(alone.interval), rel=0.15)
     worse = np.repeat([0.05, 0, 0, 0, 0.001, 0, 0, 0], steps)
     assert draw(own, 1).is_clearly_better_than(draw(own + worse, 1))
     assert not draw(own, steps).is_clearly_better_than(draw(own + worse, steps))

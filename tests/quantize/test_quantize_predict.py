@@ -16,7 +16,7 @@ from edgekit.data.samples import Samples
 from edgekit.data.sets import Label
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, OutputKind, Reading, StatedOutput, Tensors
-from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER, find_probability, spell_answer
+from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER, find_probability, judge_records, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -697,20 +697,20 @@ def test_each_token_is_a_decision_and_those_of_a_sample_tell_less() -> None:
         chances = np.exp(row[0]) / np.exp(row[0]).sum(axis=1, keepdims=True)
         truth = (chances.cumsum(axis=1) < rng.random((16, 1))).sum(axis=1)
         right += [(each[0].argmax(axis=1) == truth).mean() / 400 for each in (row, other)]
-    loss, changed = measure.judge(records), np.mean([record[0] != record[1] for record in records])
+    loss, changed = judge_records(measure, records), np.mean([record[0] != record[1] for record in records])
     assert loss.estimate == pytest.approx(right[0] - right[1], abs=0.01)
     assert right[0] - right[1] > 0.03
     assert loss.agreement == pytest.approx(1 - changed)
     # The same tokens, sorted into samples where all move far and others where none does.
     tokens = np.concatenate([record[:5].T for record in records])
     sorted_records = [each.T for each in np.split(tokens[np.argsort(tokens[:, 4])], 400)]
-    alike = measure.judge(sorted_records)
+    alike = judge_records(measure, sorted_records)
     assert (alike.estimate, alike.agreement) == pytest.approx((loss.estimate, loss.agreement))
     assert np.ptp(alike.interval) > 3 * np.ptp(loss.interval)
     # A single text tells no more than its two halves; of texts with one token each is a sample of its own.
-    assert np.ptp(measure.judge(records[:1]).interval) > np.ptp(measure.judge(records[:3]).interval)
+    assert np.ptp(judge_records(measure, records[:1]).interval) > np.ptp(judge_records(measure, records[:3]).interval)
     single = [record[:, :1] for record in records]
-    assert np.ptp(measure.judge(single).interval) < 5 * np.ptp(loss.interval)
+    assert np.ptp(judge_records(measure, single).interval) < 5 * np.ptp(loss.interval)
 
 
 def draw_peaks(rng: np.random.Generator, places: Array, spread: float = 1.5, size: tuple[int, int] = (32, 24)) -> Array:
@@ -748,7 +748,7 @@ def test_the_drop_of_heatmaps_is_the_share_of_peaks_that_move() -> None:
         moved = places + np.array([(0, 0), (1, 0), (0, 0), (3 if index % 4 == 0 else 0, 0), (9, 9)])
         seen = np.array([1, 1, 1, 1, 0.1], np.float32)[:, None, None]
         records.append(measure.record(draw_peaks(rng, places) * seen, draw_peaks(rng, moved) * seen, reading))
-    loss = measure.judge(records)
+    loss = judge_records(measure, records)
     assert (loss.estimate, loss.agreement) == pytest.approx((5 / 80, 75 / 80))
     assert loss.interval[0] <= wilson_interval(5, 80)[0] < 5 / 80 < wilson_interval(5, 80)[1] <= loss.interval[1]
     same = measure.judge(records[1:4])
@@ -759,8 +759,19 @@ def test_the_drop_of_heatmaps_is_the_share_of_peaks_that_move() -> None:
     whole = [
         measure.record(draw_peaks(rng, places), draw_peaks(rng, places + 5 * (at < 2)), reading) for at in range(20)
     ]
-    assert np.ptp(measure.judge(whole).interval) > 1.5 * np.ptp(wilson_interval(10, 100))
+    assert np.ptp(judge_records(measure, whole).interval) > 1.5 * np.ptp(wilson_interval(10, 100))
     assert measure.distances(records)[0] > measure.distances(records)[1]
+
+
+@pytest.mark.parametrize(("way", "stays"), [((0, 0), True), ((0.7, 0.7), True), ((1.0, 1.0), False), ((1.3, 0), False)])
+def test_a_peak_between_places_stays_where_noise_moves_the_highest_place(way: tuple[float, float], stays: bool) -> None:
+    """A twentieth of 24 places is 1.2; from one place to the next across is 1.4."""
+    rng, measure, reading = np.random.default_rng(0), MEASURES["heatmaps"], Reading(kind="heatmaps", axis=1)
+    places = rng.integers(4, 20, (40, 2)) + 0.5
+    one, two = (draw_peaks(rng, each, size=(24, 24)) for each in (places, places + np.array(way)))
+    tops = [each[0].reshape(40, -1).argmax(axis=1) for each in (one, two)]
+    assert (tops[0] != tops[1]).mean() > 0.5
+    assert measure.judge([measure.record(one, two, reading)]).agreement == (1 if stays else 0)
 
 
 def test_the_probability_of_an_answer_is_that_of_all_steps_that_spell_it() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from edgekit.model.tensors import Array, Reading, Tensors
 from edgekit.quantize.accuracy import detections
 from edgekit.quantize.accuracy.head_search import Detector
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, measure_powers, ratio_db, widen_interval
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, judge_records, measure_powers, ratio_db
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
@@ -191,11 +191,8 @@ class Likeness:
             return [(self._parts[min(broken)], Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0))]
         if not self.is_whole:
             return []
-        losses = [part.measure.judge(records) for part, records in zip(self._parts, self._records, strict=True)]
-        if len(self._samples) >= 2 * self._steps > 2:
-            pairs = zip(losses, self.distances(), strict=True)
-            losses = [widen_interval(loss, moved.reshape(-1, self._steps)) for loss, moved in pairs]
-        return list(zip(self._parts, losses, strict=True))
+        pairs = zip(self._parts, self._records, strict=True)
+        return [(part, judge_records(part.measure, records, self._steps)) for part, records in pairs]
 
     def ratios(self) -> list[float]:
         """Returns the signal-to-noise ratio in dB of each float output."""

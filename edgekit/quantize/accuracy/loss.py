@@ -124,7 +124,8 @@ _TABLE_VALUES, _TABLE_PLACES = 5, 16
 _CHANCE = 0.12
 # Cosines of float32 vectors that differ by less are equal but for rounding.
 _EQUALLY_NEAR = 1e-6
-# A peak that moves by at most this share of the longer side of its heatmap stays: a choice.
+# A peak that moves by at most this share of the longer side of its heatmap stays. It is half a head, as in PCKh@0.5 of
+# M. Andriluka et al. (CVPR 2014): a standing person is about 7.5 heads high, and fills four fifths of the crop.
 _NEAR = 0.05
 # Detail of an image is what is finer than so many pixels.
 _FINE = 4
@@ -145,17 +146,20 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 class Measure(msgspec.Struct, frozen=True):
     """What the records of all samples say.
 
-    `source` names what the loss is estimated from. `distances` returns how far each sample moved, float64 [samples]:
-    the Hellinger distance of its decisions, or its noise as a share of the signal.
+    `source` names what the loss is estimated from. `judge` takes samples as independent (`judge_records`). `distances`
+    returns how far each sample moved, float64 [samples]: the Hellinger distance of its decisions, or its noise as a
+    share of the signal. If each of a sample's decisions counts as one of its own, `row` of a record says how far each
+    moved.
     """
 
     name: str
     source: str
     judge: Callable[[Sequence[Array]], Loss]
     distances: Callable[[Sequence[Array]], Array]
+    row: int | None = None
 
 
-class OutputMeasure(Measure, frozen=True):
+class OutputMeasure(Measure, frozen=True, kw_only=True):
     """The measure of outputs of one kind; `record` returns what is stored of a sample."""
 
     record: Callable[[Array, Array, Reading], Array]
@@ -246,31 +250,37 @@ def _judge_sequences(records: Sequence[Array]) -> Loss:
     return _judge_classes(table)
 
 
-def widen_interval(loss: Loss, moved: Array) -> Loss:
-    """Returns the loss with the interval that sequences leave, from how far each step moved, [sequences, steps].
+def judge_records(measure: Measure, records: Sequence[Array], steps: int = 1) -> Loss:
+    """Returns the loss with the interval that samples leave whose decisions resemble each other.
 
-    Steps of a sequence resemble each other, so that they tell less than as many samples: the variance of a mean is
-    larger by 1 + (steps - 1) r, the design effect (L. Kish, "Survey sampling", 1965), with the correlation r within
-    sequences as an analysis of variance finds it. That variance is itself known from a few sequences only, so the ends
-    are those of Student's t with one degree of freedom less than there are sequences.
+    What resembles each other are the decisions of a sample, or of a sequence of so many `steps`. A mean over such
+    clusters has a variance that is larger by 1 + (size - 1) r, the design effect (L. Kish, "Survey sampling", 1965),
+    with the correlation r within clusters as an analysis of variance finds it. That variance is itself known from a few
+    clusters only, so the ends are those of Student's t with one degree of freedom less than there are clusters. Where
+    clusters differ in size, parts of their mean size stand for them. A single one is cut in two halves: a mean over
+    more and shorter parts (batch means) is more certain only if what comes next resembles the one that was seen.
     """
-    steps = moved.shape[1]
-    between, within = steps * moved.mean(axis=1).var(ddof=1), moved.var(axis=1, ddof=1).mean()
-    likeness = max(0.0, float((between - within) / max(between + (steps - 1) * within, 1e-12)))
-    factor = math.sqrt(1 + (steps - 1) * likeness) * student_95(len(moved) - 1) / Z95
+    loss, row = measure.judge(records), measure.row
+    if row is None and steps == 1:
+        return loss
+    each = measure.distances(records) if row is None else np.concatenate([record[row] for record in records])
+    count = max(len(records) // steps, 2)
+    size = len(each) // count
+    if size < 2:
+        return loss
+    moved = each[: count * size].reshape(count, size)
+    between, within = size * moved.mean(axis=1).var(ddof=1), moved.var(axis=1, ddof=1).mean()
+    likeness = max(0.0, float((between - within) / max(between + (size - 1) * within, 1e-12)))
+    factor = math.sqrt(1 + (size - 1) * likeness) * student_95(count - 1) / Z95
     low, high = (loss.estimate + factor * (end - loss.estimate) for end in loss.interval)
     return msgspec.structs.replace(loss, interval=(max(low, -1.0), min(high, 1.0)))
 
 
 def _judge_tokens(records: Sequence[Array]) -> Loss:
-    """Judges each token as a decision of its own; tokens of a sample resemble each other (`widen_interval`)."""
-    answers, old, new, moved = (np.concatenate([record[row] for record in records]) for row in (0, 2, 3, 4))
+    """Judges each token as a decision of its own."""
+    answers, old, new = (np.concatenate([record[row] for record in records]) for row in (0, 2, 3))
     changed = np.concatenate([record[0] != record[1] for record in records])
-    loss = _judge_decisions(np.stack([np.where(changed, old - new, 0.0), changed, answers], axis=1))
-    # A single text is cut in two halves. Where texts differ in length, parts of their mean length stand for them.
-    groups = max(len(records), 2)
-    steps = len(moved) // groups
-    return widen_interval(loss, moved[: groups * steps].reshape(groups, steps)) if steps > 1 else loss
+    return _judge_decisions(np.stack([np.where(changed, old - new, 0.0), changed, answers], axis=1))
 
 
 def _judge_classes(records: Sequence[Array]) -> Loss:
@@ -351,12 +361,27 @@ def record_heatmaps(expected: Array, found: Array, reading: Reading) -> Array:
     """
     both = [spread_maps(value.astype(np.float64), reading.axis) for value in (expected, found)]
     one, two = (each.reshape(len(each), -1) for each in both)
-    tops = [np.stack(np.unravel_index(each.argmax(axis=1), both[0].shape[1:])) for each in (one, two)]
-    way = np.hypot(*(tops[0] - tops[1])) / max(both[0].shape[1:])
+    way = np.hypot(*np.subtract(*map(_find_peaks, both))) / max(both[0].shape[1:])
     chances = [
         (kept := np.maximum(each, 0)) / np.maximum(kept.sum(axis=1, keepdims=True), 1e-12) for each in (one, two)
     ]
     return np.stack([one.max(axis=1), way, measure_hellinger(chances[0].T, chances[1].T)])
+
+
+def _find_peaks(maps: Array) -> Array:
+    """Returns where maps [maps, height, width] are highest, float64 [2, maps], between places too.
+
+    Along each axis it is the peak of the Gaussian through the highest place and its two neighbours, as DARK reads
+    heatmaps (F. Zhang et al., CVPR 2020, with a diagonal Hessian). Of a peak between four places, the least noise moves
+    the highest place across: by 1.4 of the 24 places of a small map.
+    """
+    tops = np.stack(np.unravel_index(maps.reshape(len(maps), -1).argmax(axis=1), maps.shape[1:]))
+    # At an edge its only neighbour stands for both, and the peak stays on its place.
+    logs = np.pad(np.log(np.maximum(maps, 1e-12)), ((0, 0), (1, 1), (1, 1)), mode="reflect")
+    steps, each = np.eye(2, dtype=np.int64)[:, :, None], np.arange(len(maps))
+    before, middle, after = (np.stack([logs[each, *(tops + 1 + way * step)] for step in steps]) for way in (-1, 0, 1))
+    curve = before + after - 2 * middle
+    return np.asarray(tops + np.where(curve < 0, (before - after) / np.minimum(2 * curve, -1e-12), 0.0))
 
 
 def count_peaks(records: Sequence[Array]) -> Array:
@@ -372,12 +397,11 @@ def count_peaks(records: Sequence[Array]) -> Array:
 def _judge_heatmaps(records: Sequence[Array]) -> Loss:
     """Returns the share of peaks that moved: 1 - PCK, the correct keypoints of Y. Yang and D. Ramanan (2013).
 
-    The interval is Wilson's, of a counted proportion; peaks of a sample resemble each other (`widen_interval`).
+    The interval is Wilson's, of a counted proportion.
     """
     stay, count = (int(each) for each in count_peaks(records).sum(axis=0))
-    share, moved = 1 - stay / max(count, 1), np.stack(records)[:, 2]
-    loss = Loss(estimate=share, interval=wilson_interval(count - stay, count), agreement=1 - share)
-    return widen_interval(loss, moved) if min(moved.shape) > 1 else loss
+    share = 1 - stay / max(count, 1)
+    return Loss(estimate=share, interval=wilson_interval(count - stay, count), agreement=1 - share)
 
 
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
@@ -539,34 +563,36 @@ _PEAKS = "the highest place of each map"
 _NEIGHBOURS = "the neighbours of each sample among the others"
 MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
     "classes": OutputMeasure(
-        "top-1 accuracy", _CONFIDENCE, _judge_classes, _of_each(lambda record: record[3]), _record_classes
+        "top-1 accuracy", _CONFIDENCE, _judge_classes, _of_each(lambda record: record[3]), record=_record_classes
     ),
     "map": OutputMeasure(
         "mean overlap of classes (mIoU)", _CONFIDENCE, _judge_map,
-        _of_each(lambda record: record[7].sum() / record[4].sum()), _record_map,
+        _of_each(lambda record: record[7].sum() / record[4].sum()), record=_record_map,
     ),
     "sequence": OutputMeasure(
         "whole answers (exact match)", _CONFIDENCE, _judge_sequences, _of_each(lambda record: record[4].mean()),
-        _record_sequence,
+        record=_record_sequence,
     ),
     "tokens": OutputMeasure(
-        "top-1 accuracy of tokens", _CONFIDENCE, _judge_tokens, _of_each(lambda record: record[4].mean()),
-        _record_sequence,
+        "top-1 accuracy of tokens", _CONFIDENCE, _judge_tokens, _of_each(lambda record: record[4].mean()), 4,
+        record=_record_sequence,
     ),
     "heatmaps": OutputMeasure(
-        "peaks that stay (PCK at 5 %)", _PEAKS, _judge_heatmaps, _of_each(lambda record: record[2].mean()),
-        record_heatmaps,
+        "peaks that stay (PCK at 5 %)", _PEAKS, _judge_heatmaps, _of_each(lambda record: record[2].mean()), 2,
+        record=record_heatmaps,
     ),
     "labels": OutputMeasure(
         "equal labels", "the changed labels", _judge_labels, _of_each(lambda record: record[0] / record[1]),
-        _record_labels,
+        record=_record_labels,
     ),
-    "values": OutputMeasure("spread of the values (R2)", _DIFFERENCES, _judge_values, _value_distances, record_values),
+    "values": OutputMeasure(
+        "spread of the values (R2)", _DIFFERENCES, _judge_values, _value_distances, record=record_values
+    ),
     "embedding": OutputMeasure(
-        "nearest neighbours (recall@1)", _NEIGHBOURS, _judge_vectors, _vector_distances, _record_vectors
+        "nearest neighbours (recall@1)", _NEIGHBOURS, _judge_vectors, _vector_distances, record=_record_vectors
     ),
     "image": OutputMeasure(
-        "PSNR of images", _DIFFERENCES, _judge_image, _of_each(lambda record: record[0]), _record_image
+        "PSNR of images", _DIFFERENCES, _judge_image, _of_each(lambda record: record[0]), record=_record_image
     ),
 }  # fmt: skip
 
