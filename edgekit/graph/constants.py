@@ -12,7 +12,7 @@ import onnx
 from onnx import external_data_helper, helper, numpy_helper
 
 from edgekit._files import safe_join
-from edgekit.errors import ModelError
+from edgekit.errors import ModelError, reraised
 from edgekit.model.external import read_place
 from edgekit.model.tensors import Array
 
@@ -104,23 +104,31 @@ def _has_data(tensor: onnx.TensorProto) -> bool:
 def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Array:
     """Returns the output of a DequantizeLinear of constants, computed in float32, in the type of its scale.
 
-    `read` returns the constant of a name. The scale is per tensor or per channel.
+    `read` returns the constant of a name. The scale is per tensor, per channel, or per block of an axis.
 
     Raises:
         ModelError: the numbers of scales, zero points and channels differ.
     """
     values, scale, *rest = map(read, node.input)
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-    shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
-    channels = values.shape[axis % values.ndim] if scale.ndim == 1 and values.ndim else 1
-    if any(each.size not in {1, channels} for each in (scale, *rest)):
-        text = f"DequantizeLinear '{node.name}' has {scale.size} scales for the shape {list(values.shape)}"
-        raise ModelError(text, hint="export it again")
-    shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
+    given = {attribute.name: attribute.i for attribute in node.attribute}
+    axis, block = given.get("axis", 1) % max(values.ndim, 1), given.get("block_size", 0)
+
+    def spread(part: Array) -> Array:
+        if part.size == 1:
+            part = part.reshape(())
+        elif part.ndim == 1:
+            part = part.reshape([-1 if index == axis else 1 for index in range(values.ndim)])
+        elif block:
+            part = np.repeat(part, min(block, values.shape[axis]), axis)
+            part = part[(slice(None),) * axis + (slice(values.shape[axis]),)]
+        return np.broadcast_to(part, values.shape)
+
+    text = f"DequantizeLinear '{node.name}' has {scale.size} scales for the shape {list(values.shape)}"
+    with reraised(ValueError, ModelError(text, hint="export it again")):
+        scales, shift = spread(scale), spread(rest[0].astype(np.float32) if rest else np.zeros((), np.float32))
     # The constants of a damaged file may be infinite.
     with np.errstate(invalid="ignore", over="ignore"):
-        weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
-        return weight.astype(scale.dtype)
+        return np.asarray((values.astype(np.float32) - shift) * scales).astype(scale.dtype)
 
 
 def is_small(tensor: onnx.TensorProto) -> bool:

@@ -14,7 +14,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.graph.constants import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN, read_dequantized
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.match import attempt, known, made_by, need
 from edgekit.model import model as models
@@ -34,8 +34,6 @@ _WHOLE: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
 }
 # Products that ONNX Runtime's optimizer fused with the bias at this position.
 _BIASES = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6}
-# Operators whose weights may have a scale for each index of the last axis.
-_WIDE = frozenset({*_BIASES, "DynamicQuantizeLSTM", "MatMulInteger", "QAttention"})
 # Operators that ONNX Runtime's quantizer and optimizer fuse.
 _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"})
 
@@ -134,7 +132,6 @@ class _Writer:
         need(graph.constants.keys() >= {scale, *filter(None, [zero])})
         is_single = graph.value(scale).elements == 1
         if name in graph.constants:
-            need(is_single or reader.op_type in _WIDE)
             return self._store(graph, reader, name, scale, zero)
         # The quantizer lets these operators pass integers on.
         source = known(source)
@@ -145,21 +142,33 @@ class _Writer:
         return name
 
     def _store(self, graph: Graph, reader: Node, *names: str) -> str:
-        """Adds (integers - zero point) * scale as a constant to the main graph, once, and returns its name."""
-        key = tuple(id(graph.constants.get(name)) for name in names)
+        """Adds (integers - zero point) * scale as a constant to the main graph, once, and returns its name.
+
+        The scale is that of the tensor or of each channel: of the first axis for ConvInteger, of the attribute's for
+        DequantizeLinear, and of the last for others.
+        """
+        key = (reader.integer("axis", 1), *(id(graph.constants.get(name)) for name in names))
         if key in self._made:
             return self._made[key]
         new = next(free for n in range(len(self._taken) + 1) if (free := f"{names[0]}_{n}") not in self._taken)
-        parts = [graph.weight(name).astype(np.float32) if name else np.zeros((), np.float32) for name in names]
-        if reader.op_type == "DynamicQuantizeLSTM":
-            # [directions, inputs, gates] and [directions, gates]; an LSTM's weights are [directions, gates, inputs].
+        if reader.op_type == "DequantizeLinear":
+            stored = dict(zip(reader.input, names, strict=False))
+            value = read_dequantized(reader.proto, lambda name: graph.weight(stored[name]))
+        else:
+            parts = [graph.weight(name).astype(np.float32) if name else np.zeros((), np.float32) for name in names]
             whole, *rest = parts
-            parts = [
-                whole.transpose(0, 2, 1),
-                *(part.reshape(len(part), -1, 1) if part.ndim else part for part in rest),
-            ]
-        integers, scale, zero = parts
-        self._graph.initializer.append(numpy_helper.from_array((integers - zero) * scale, new))
+            if reader.op_type == "DynamicQuantizeLSTM":
+                # Its weights and those of an LSTM are [directions, inputs, gates] and [directions, gates, inputs].
+                whole = whole.transpose(0, 2, 1)
+                rest = [part.reshape(len(part), -1, 1) if part.ndim else part for part in rest]
+            elif reader.op_type == "ConvInteger":
+                # The product with the scales comes after the layer: they lie along the output's channels.
+                ones = [1] * (whole.ndim - 2)
+                need(rest[0].size == 1 or rest[0].shape[-whole.ndim + 1 :] == (len(whole), *ones))
+                rest = [part.reshape(-1, 1, *ones) for part in rest]
+            scale, zero = rest
+            value = (whole - zero) * scale
+        self._graph.initializer.append(numpy_helper.from_array(value, new))
         self._taken.add(new)
         self._made[key] = new
         return new
@@ -180,6 +189,8 @@ def _put(node: Node, op: str, inputs: Sequence[str], last: Node) -> None:
     last.proto.output[0] = f"{node.output[0]}/idle"
     node.proto.op_type, node.proto.domain = op, ORT_DOMAIN if op == "Attention" else ""
     node.proto.output[0] = last.output[0]
+    if op == "Identity":
+        del node.proto.attribute[:]
     node.proto.input[:] = inputs
     while not node.proto.input[-1]:
         del node.proto.input[-1]

@@ -193,6 +193,38 @@ def test_a_dynamic_quantized_model_is_float(kind: str, per_channel: bool, unsign
         assert 0 < np.square(found - wanted).mean() < 4e-3 * np.square(wanted).mean()
 
 
+PRODUCT = "g (float[6,8] x) => (float[6,6] y) { w = DequantizeLinear<>(q, s, z) y = MatMul(x, w) }"
+CONVOLUTION = """g (float[1,6,8,1] x) => (float[1,8,8,1] y) { o, t, p = DynamicQuantizeLinear(x)
+    a = ConvInteger(o, q, p, z) e = Cast<to = 1>(a) b = Mul(t, s) y = Mul(e, b) }"""
+
+
+@pytest.mark.parametrize(
+    ("text", "weight", "scale", "zero"),
+    [
+        (PRODUCT.replace("<>", "<axis = 0>"), (8, 6), (8,), (8,)),
+        (PRODUCT.replace("<>", ""), (8, 6), (6,), (6,)),
+        (PRODUCT.replace("<>(q, s, z)", "<axis = -1>(q, s)"), (8, 6), (6,), ()),
+        (PRODUCT.replace("<>", "<axis = 0, block_size = 3>"), (8, 6), (3, 6), (3, 6)),
+        (CONVOLUTION, (8, 6, 1, 1), (8, 1, 1), ()),
+    ],
+)  # fmt: skip
+def test_weights_with_a_scale_for_each_channel_or_block_become_float(
+    text: str, weight: tuple[int, ...], scale: tuple[int, ...], zero: tuple[int, ...], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    weights: dict[str, Array] = {
+        "q": rng.integers(-127, 127, weight).astype(np.int8), "s": rng.uniform(0.01, 1, scale).astype(np.float32),
+        "z": np.asarray(rng.integers(-9, 9, zero)).astype(np.int8),
+    }  # fmt: skip
+    model = make_model(text, tmp_path / "q.onnx", opset=21, weights=weights)
+    made = dequantize_model(model, tmp_path / "f.onnx")
+    assert {node.op_type for node in onnx.load(str(made.path)).graph.node} <= FLOAT
+    shape = (6, 8) if len(weight) == 2 else (1, 6, 8, 1)
+    inputs = {"x": rng.normal(size=shape).astype(np.float32)}
+    found, rounded = (run_model(path, inputs)["y"] for path in (made.path, model.path))
+    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
