@@ -21,12 +21,14 @@ from edgekit.cli.options import Devices, Metric, MetricDrop, Required, add_requi
 from edgekit.cli.release import describe_attested
 from edgekit.cli.screen import print_table, show_line, show_lines, show_remarks
 from edgekit.convert.ort_form import Cpu
-from edgekit.data.data_check import refusing_bad
+from edgekit.data.data_check import find_missing, refusing_bad
 from edgekit.data.images import load_preprocess
 from edgekit.data.samples import limit_samples, load_samples
 from edgekit.devices.find import default_target, find_device, load_target_here
 from edgekit.errors import UsageError
+from edgekit.graph.graph import view_model
 from edgekit.jobs.convert import FormatReport, compare_formats
+from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import make_runnable
 from edgekit.prepare.shapes import size_inputs
@@ -378,7 +380,9 @@ def compare_command(
         first = make_runnable(load_model(a, custom_ops=custom_ops), work / "a", freeze)
         inputs = size_inputs(first.inputs, dims, may_stay_open=True)
         all_samples = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None, idle=freeze)
-        samples_to_compare = refusing_bad(limit_samples(all_samples, samples))
+        samples_to_compare = refusing_bad(
+            limit_samples(all_samples, samples), find_missing(view_model(skim_model(first.path)))
+        )
         second = load_model(b, custom_ops=custom_ops)
         # An input of A that is frozen may be a constant in B already.
         shared_constants = {spec.name: freeze[spec.name] for spec in second.inputs if spec.name in freeze}

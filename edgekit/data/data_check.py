@@ -9,6 +9,7 @@ import numpy as np
 
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError
+from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array, Tensors
 
 FEW_SAMPLES = 32
@@ -53,6 +54,15 @@ def accept_pixels(facts: SampleFacts, takes_raw: Callable[[str], bool]) -> Sampl
     """Returns the facts without warnings of raw pixels in inputs that take them."""
     accepted = {line for name, line in facts.raw_pixels.items() if takes_raw(name)}
     return msgspec.structs.replace(facts, warnings=tuple(each for each in facts.warnings if each not in accepted))
+
+
+# To these NaN is a value that is not known (ai.onnx.ml, opset 3, and ONNX's IsNaN).
+_TAKE_MISSING = frozenset({"Imputer", "IsNaN", "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
+
+
+def find_missing(graph: Graph) -> frozenset[str]:
+    """Returns the inputs in which NaN stands for a missing value: trees and the like alone read them."""
+    return frozenset(name for name in graph.inputs if {node.op_type for node in graph.readers(name)} <= _TAKE_MISSING)
 
 
 def refusing_bad(samples: Samples, missing: Collection[str] = ()) -> Samples:

@@ -15,13 +15,13 @@ from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
 from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
-from edgekit.data.data_check import accept_pixels
+from edgekit.data.data_check import accept_pixels, find_missing
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
 from edgekit.data.sets import SampleSets, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
-from edgekit.graph.graph import Graph, read_graph
+from edgekit.graph.graph import read_graph
 from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.jobs.check import gain_on_target, list_versions
 from edgekit.machine import describe_machine
@@ -227,7 +227,7 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         preprocess=data.preprocess,
         most=recipe.samples,
         idle=recipe.freeze,
-        sequences=msgspec.structs.replace(sequences, missing=_find_missing(graph)),
+        sequences=msgspec.structs.replace(sequences, missing=find_missing(graph)),
     )
     facts = accept_pixels(samples.facts, partial(takes_raw_pixels, graph))
     samples = msgspec.structs.replace(samples, facts=facts)
@@ -298,15 +298,6 @@ def _run_unpadded(
     for bundle in recorded.values():
         adopt_outputs(golden, bundle, bundle.folder / UNPADDED)
     return BucketInputs(models=buckets, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
-
-
-# To these NaN is a value that is not known (ai.onnx.ml, opset 3, and ONNX's IsNaN).
-_TAKE_MISSING = frozenset({"Imputer", "IsNaN", "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
-
-
-def _find_missing(graph: Graph) -> frozenset[str]:
-    """Returns the inputs in which NaN stands for a missing value: trees and the like alone read them."""
-    return frozenset(name for name in graph.inputs if {node.op_type for node in graph.readers(name)} <= _TAKE_MISSING)
 
 
 def _run_float(source: Model, samples: SampleSets, job: BuildJob, folder: Path) -> Golden:

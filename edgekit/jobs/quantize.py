@@ -21,7 +21,7 @@ from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
 from edgekit.check.report import CheckReport, find_stopping
-from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, warn_if_few
+from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, find_missing, warn_if_few
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.sets import load_sequences, read_task_labels
 from edgekit.devices.find import choose_here
@@ -213,7 +213,8 @@ def _open_job(
         # Wrong labels are reported before the calibration, which takes the most time.
         labels = read_task_labels(data.labels, find_metric(limit).labels, all_samples)
     samples = sequences.unroll(samples, "calibration")
-    facts = accept_pixels(check_samples(samples, computed=sequences.computed), partial(takes_raw_pixels, graph))
+    checked = check_samples(samples, computed=sequences.computed, missing=find_missing(graph))
+    facts = accept_pixels(checked, partial(takes_raw_pixels, graph))
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
     state = None

@@ -17,7 +17,7 @@ from edgekit.bundle.golden import INPUTS, make_golden, plan_sequences, read_inpu
 from edgekit.bundle.group.group import Group, extract_member
 from edgekit.bundle.group.wiring import run_pipeline
 from edgekit.bundle.sign import require_private_key
-from edgekit.data.data_check import refusing_bad
+from edgekit.data.data_check import find_missing, refusing_bad
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import (
     Samples,
@@ -37,6 +37,8 @@ from edgekit.devices.process.session import Turn, open_session
 from edgekit.devices.recorded import Recording, open_recorded
 from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError, OutputError, UsageError
 from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
+from edgekit.graph.graph import view_model
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
 from edgekit.model.tensors import Tensors, TensorSpec
@@ -147,7 +149,7 @@ def verify_with(
         sequences = plan_sequences(source, state, bundle.golden.inputs, bundle.golden.outputs, work)
         given = select_samples(every, kept)
         filled = pad_samples(buckets.padding, given, buckets.sizes[-1].size) if buckets else given
-        chosen = refusing_bad(sequences.unroll(filled, "evaluation"))
+        chosen = refusing_bad(sequences.unroll(filled, "evaluation"), find_missing(view_model(skim_model(source.path))))
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE, ragged=True)
         check_class_labels(golden)

@@ -447,21 +447,26 @@ def test_labels_without_their_samples_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_trees_read_nan_as_a_missing_value(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]> trees (float[1,1] x, float[1,1] u)
-    => (float[1,1] y, float[1,1] z) {
-        z = Relu(u) y = ai.onnx.ml.TreeEnsembleRegressor <n_targets = 1, nodes_treeids = [0, 0, 0],
+def test_trees_read_nan_as_a_missing_value(tmp_path: Path, refused: Refused) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]> trees (float[1,1] x, float[1,2] u)
+    => (float[1,1] y, float[1,2] z) <float[2,2] w = {0.5, 0.2, -0.4, 1.0}> {
+        p = MatMul(u, w) z = Relu(p) y = ai.onnx.ml.TreeEnsembleRegressor <n_targets = 1, nodes_treeids = [0, 0, 0],
             nodes_nodeids = [0, 1, 2], nodes_featureids = [0, 0, 0], nodes_modes = ["BRANCH_LEQ", "LEAF", "LEAF"],
             nodes_values = [0.0, 0.0, 0.0], nodes_truenodeids = [1, 0, 0], nodes_falsenodeids = [2, 0, 0],
             target_treeids = [0, 0], target_nodeids = [1, 2], target_ids = [0, 0], target_weights = [-1.0, 1.0]
             > (x) }"""
-    parse_model(text, tmp_path / "trees.onnx")
-    rows = np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1, 1)
-    rows[3] = np.nan
-    np.savez(tmp_path / "rows.npz", x=rows, u=np.ones_like(rows))
-    recipe = Recipe(targets=("cpu",))
-    report = build(tmp_path / "trees.onnx", Data(source=str(tmp_path / "rows.npz")), tmp_path / "out", recipe)
-    assert report.passed
-    np.savez(tmp_path / "rows.npz", x=rows, u=rows)
-    with pytest.raises(DataError, match="has NaN in input 'u'"):
-        build(tmp_path / "trees.onnx", Data(source=str(tmp_path / "rows.npz")), tmp_path / "two", recipe)
+    model, data = str(parse_model(text, tmp_path / "m.onnx")), ("--data", str(tmp_path / "d.npz"))
+    rows = np.linspace(-1, 1, 64, dtype=np.float32).reshape(32, 1, 2)
+    holes = np.where(np.arange(32)[:, None, None] == 3, np.float32(np.nan), rows)
+    np.savez(tmp_path / "d.npz", x=holes[..., :1], u=rows)
+    commands = [
+        ("build", model, *data, "--target", "cpu", "--out", str(tmp_path / "out")),
+        ("quantize", model, *data, "--target", "cpu", "--out", str(tmp_path / "q.onnx")),
+        ("compare", model, str(tmp_path / "q.onnx"), *data, "--min-sqnr", "20", "--accept-unproven"),
+        ("verify", str(tmp_path / "out/m-cpu"), *data, "--on", "host", "--reference", model, "--accept-unproven"),
+    ]
+    assert [run_command([*command]) for command in commands] == [0, 0, 0, 0]
+    np.savez(tmp_path / "d.npz", x=rows[..., :1], u=holes)
+    for command in commands:
+        assert "sample 3 of" in (told := refused(*command))
+        assert "has NaN in input 'u'" in told

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.data.data_check import find_missing
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
@@ -89,7 +90,7 @@ def augment_graph(
     input of each layer with weights: as many as one of so many samples should contribute.
     """
     aliases, unsized, layers = float_graph.folded_activations(graph), _find_unsized(graph), read_layers(graph)
-    unsure = {*aliases, *unsized, *find_infinite_tensors(graph)}
+    unsure = {*aliases, *unsized, *find_infinite_tensors(graph), *find_missing(graph)}
     names = [name for name in float_graph.float_activations(graph) if name not in unsure and 0 not in graph.dims(name)]
     bounds = {name: float_graph.known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     extremes = _list_extremes(graph, names, layers)

@@ -13,7 +13,7 @@ import onnx
 
 from edgekit._files import digest_bytes
 from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
-from edgekit.data.data_check import digest_sample
+from edgekit.data.data_check import digest_sample, find_missing
 from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, Node
@@ -251,7 +251,7 @@ def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors)
     subject = f"sample {task.samples.place(index)} of '{task.samples.source}' gives"
     hint = "mend or drop the sample"
     for name, value in sample.items():
-        if kind := _non_finite(value):
+        if name not in find_missing(graph) and (kind := _non_finite(value)):
             raise DataError(f"{subject} {kind} in input '{name}'", hint=hint)
     proto = onnx.ModelProto()
     proto.CopyFrom(graph.model)
