@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Protocol, TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -401,36 +401,3 @@ def read_kept(path: Path, kind: type[_T]) -> _T | None:
         return msgspec.json.decode(path.read_bytes(), type=ready_type(kind))
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-
-
-class _Keyed(Protocol):
-    @property
-    def key(self) -> Mapping[str, str]: ...
-
-
-_SearchT = TypeVar("_SearchT", bound=_Keyed)
-
-
-def read_search(path: Path, key: Mapping[str, str], kind: type[_SearchT], most_bytes: int) -> _SearchT | None:
-    """Returns the content of the file of an interrupted search, at most `most_bytes`; None if there is no file yet.
-
-    `key` identifies the search, for example by the model and the version.
-
-    Raises:
-        UsageError: the file belongs to another search, or is no state of a search.
-        OutputError: it cannot be written.
-    """
-    require_place(path)
-    if not path.exists():
-        return None
-    hint = f"remove '{path}' or name another file"
-    try:
-        with open_regular(path) as stream:
-            stored = msgspec.json.decode(stream.read(most_bytes), type=ready_type(kind))
-    except OSError as error:
-        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
-    if other := [name for name in key if stored.key.get(name) != key[name]]:
-        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
-    return stored

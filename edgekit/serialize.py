@@ -37,7 +37,7 @@ def ready_type(kind: type[_T]) -> type[_T]:
 def fill(kind: type[_T], *sources: object, **given: Any) -> _T:
     """Returns a struct of type `kind`: each field is that `given`, else that of the first source with its name.
 
-    `fill(CalibrationReport, calibration, values=values)` copies what both have. A field that nobody has is its default.
+    `fill(CalibrationReport, calibration)` copies what both have. A field that nobody has is its default.
     """
     names = set(cast("Any", kind).__struct_fields__) - given.keys()
     found = {name: getattr(each, name) for each in reversed(sources) for name in names if hasattr(each, name)}

@@ -4,7 +4,7 @@ import importlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 import click
 
@@ -175,7 +175,6 @@ def quantize_command(
     labels: Annotated[Path | None, Option("The label of each sample of DATA.", "FILE")],
     metric: options.Metric,
     recipe: Annotated[Path | None, Option("Options in a .toml file, such as [outputs].", "FILE")],
-    state: Annotated[Path | None, Option("Keep the search in FILE: an interrupted one continues from it.", "FILE")],
     cache: options.CacheFolder,
     time_budget: Annotated[
         float | None, options.time_budget("Limit planning to this time; calibrating and writing come on top")
@@ -205,18 +204,14 @@ def quantize_command(
     # Options that would have no effect are errors.
     if chosen.max_drop is not None:
         options.refuse_unused("--method --plan --plan-only", "--max-drop plans by itself")
-    elif state is not None and method != "best":
-        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT or --method best")
     if plan is not None:
         options.refuse_unused("--method --plan-only --time-budget", "--plan is applied as it stands")
     if plan_only:
         options.refuse_unused("--out --html --labels", "--plan-only writes no model and measures none")
-    options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
+    options.require_places((out, html), (model, Path(data), labels, plan, preprocess, recipe))
     options.require_suffix(out, ".onnx")
     layers = html is not None
-    quantize_options = QuantizeOptions(
-        method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget
-    )
+    quantize_options = QuantizeOptions(method=method, plan=plan, cache=cache, layers=layers, time_budget_s=time_budget)
     if plan_only:
         planned = plan_for(model, source, chosen, quantize_options, progress)
         return Answer(planned, lambda: show_json(planned))
@@ -234,18 +229,6 @@ _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime
 _MAX_PARTS = 4
 # Operators whose changes are not listed.
 _UNINFORMATIVE_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
-
-
-class _RoundingChoice(click.Choice[BlockRounding]):
-    """The roundings of blocks, with an error for `gptq` that names the alternative."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BlockRounding:
-        if value == "gptq":
-            raise UsageError(
-                "--rounding gptq: blocks are rounded by COMQ, which minimizes the same error of the output",
-                hint="--rounding comq --data DATA; edgekit quantize rounds layers by GPTQ where that gains",
-            )
-        return super().convert(value, param, ctx)
 
 
 @as_command
@@ -281,10 +264,7 @@ def convert_command(
     weights: Annotated[WeightForm | None, Option("Make weights smaller; activations stay float.")],
     keep: Annotated[str | None, Option("Nodes whose weights stay in float.", "A,B")],
     block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
-    rounding: Annotated[
-        BlockRounding | None,
-        Option("How int4 weights are rounded; comq needs --data.", type=_RoundingChoice(get_args(BlockRounding))),
-    ],
+    rounding: Annotated[BlockRounding | None, Option("How int4 weights are rounded; gptq needs --data.")],
     accuracy: Annotated[
         int | None, Option("The accuracy_level of MatMulNBits; 4 multiplies in int8.", "0-4", "--accuracy-level")
     ],
@@ -293,7 +273,7 @@ def convert_command(
     custom_ops: options.CustomOps,
     data: Annotated[
         str | None,
-        Option("Inputs to compare each file with its source on, and for --rounding comq. Default: random.", "DATA"),
+        Option("Inputs to compare each file with its source on, and for --rounding gptq. Default: random.", "DATA"),
     ],
     preprocess: options.PreprocessFile,
     runtime: Annotated[
@@ -416,7 +396,6 @@ def _show_conversion(report: ConvertReport) -> None:
     if report.weights is not None:
         sizes = f"{format_bytes(report.weights.size_before)} -> {format_bytes(report.weights.size_after)}"
         show_line(f"{report.weights.form}: the weights of {count_of(len(report.weights.changed), 'node')}, {sizes}")
-        show_remarks(report.weights.notes)
     if report.levels:
         _show_levels(report)
     if report.quantized:

@@ -10,8 +10,6 @@ import msgspec
 from edgekit._files import (
     AnyPath,
     as_path,
-    digest_bytes,
-    digest_file,
     replacing_file,
     require_apart,
     require_place,
@@ -49,12 +47,11 @@ from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched, write_chosen
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
-from edgekit.quantize.mixed_precision.trials import State, open_state
 from edgekit.quantize.qdq import plan_calibration
-from edgekit.quantize.ranges import AUTO_METHODS, METHODS_WITHOUT_HISTOGRAM
+from edgekit.quantize.ranges import EXACT, RANGE_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
-from edgekit.report.summary import ActivationReport, QuantizeReport
-from edgekit.report.tables import describe_calibration, describe_layers, describe_trials
+from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport
+from edgekit.report.tables import describe_layers, describe_trials
 from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
@@ -70,13 +67,12 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     With the method "auto" plans are compared by their estimated drop until one loses little, with "best" until one
     loses nothing. Others are range methods, used without a search. A `max_drop` in the recipe replaces both goals.
 
-    `state` is the file from which a search continues, `cache` the folder that keeps calibrations. With `layers` each
-    activation is also quantized alone. After `time_budget_s` seconds no further plan is tried.
+    `cache` is the folder that keeps calibrations. With `layers` each activation is also quantized alone. After
+    `time_budget_s` seconds no further plan is tried.
     """
 
     method: str = "auto"
     plan: AnyPath | None = None
-    state: AnyPath | None = None
     cache: AnyPath | None = None
     layers: bool = False
     time_budget_s: float | None = None
@@ -85,7 +81,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
     """A model prepared and calibrated for one target; `search` has everything from which a plan is made.
 
-    `given` is a plan that was read from a file, `state` that of an earlier search.
+    `given` is a plan that was read from a file.
     """
 
     source: Model
@@ -94,7 +90,6 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     given: QuantPlan | None
     samples: Samples
     facts: SampleFacts
-    state: State | None
     search: Search
 
 
@@ -112,7 +107,7 @@ def quantize_for(
     metric or top-1; without, it is estimated.
 
     Raises:
-        EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
+        EdgekitError: the model, the data, the recipe or the plan is wrong, or the target takes no integers.
     """
     start, options_given = time.monotonic(), options or QuantizeOptions()
     model, out = as_path(model), as_path(out)
@@ -139,7 +134,7 @@ def quantize_for(
         samples=job.samples.count,
         data_warnings=data_warnings,
         float_warning=warning,
-        calibration=describe_calibration(search.calibration),
+        calibration=fill(CalibrationReport, search.calibration),
         fixes={fix.id: len(fix.nodes) for fix in job.fixed.fixes},
         size_before=job.source.size_bytes,
         predicted=predicted,
@@ -167,7 +162,7 @@ def plan_for(
     """Returns the plan for the one target of the recipe, without writing a model.
 
     Raises:
-        EdgekitError: the model, the data, the recipe or the state is wrong, or the target takes no integers.
+        EdgekitError: the model, the data, or the recipe is wrong, or the target takes no integers.
     """
     how = msgspec.structs.replace(options or QuantizeOptions(), plan=None)
     with work_folder() as work:
@@ -217,14 +212,6 @@ def _open_job(
     facts = accept_pixels(checked, partial(takes_raw_pixels, graph))
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
-    state = None
-    if how.state is not None:
-        files = [] if data.labels is None else [data.labels, *sorted(data.labels.rglob("*"))]
-        # The measured drops of a state are valid for the same labels only.
-        digests = "".join(digest_file(file) for file in files if file.is_file())
-        measured = f"{limit} of {digest_bytes(digests.encode())}" if files else "none"
-        key = {"labels": measured, "outputs": msgspec.json.encode(outputs, order="sorted").decode()}
-        state = open_state(as_path(how.state), fixed.model, facts.sha256, target, precision, key)
     max_labelled = None if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=max_labelled, work=work)
     start = time.monotonic()
@@ -256,9 +243,7 @@ def _open_job(
         search = msgspec.structs.replace(search, look=reference.look)
     else:
         search = msgspec.structs.replace(search, measure=partial(measure_drop, reference, labels=labels, limit=limit))
-    return _Job(
-        source=source, fixed=fixed, recipe=recipe, given=plan, samples=samples, facts=facts, state=state, search=search
-    )
+    return _Job(source=source, fixed=fixed, recipe=recipe, given=plan, samples=samples, facts=facts, search=search)
 
 
 def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> Precision:
@@ -281,9 +266,9 @@ def _choose_statistics(how: QuantizeOptions, plan: QuantPlan | None) -> tuple[tu
     """Returns the range methods to calibrate for, and whether to collect the statistics for fitting weights too."""
     if plan is not None:
         # A plan has its ranges: more statistics are needed only to fit weights.
-        return METHODS_WITHOUT_HISTOGRAM, how.layers or plan.rounding != "nearest" or bool(plan.factors)
+        return EXACT, how.layers or plan.rounding != "nearest" or bool(plan.factors)
     is_open = how.method in _CHOOSING_METHODS
-    return AUTO_METHODS if is_open else (how.method,), how.layers or is_open
+    return tuple(RANGE_METHODS) if is_open else (how.method,), how.layers or is_open
 
 
 def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
@@ -296,7 +281,7 @@ def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
     if job.recipe.max_drop is not None or method in _CHOOSING_METHODS:
         lossless = 0.0 if method == "best" else None
         goal = lossless if job.recipe.max_drop is None else job.recipe.max_drop / 100
-        return find_plan(search, max_drop=goal, narrow=narrow, state=job.state)
+        return find_plan(search, max_drop=goal, narrow=narrow)
     plan = plan_quantization(model, calibration, search.target, search.precision, method=method, memo=search.memo)
     attempt = search.memo.budget.attempt
     smaller = attempt("large constants in 8 or 16 bits", store_narrow, model, plan, calibration) if narrow else None

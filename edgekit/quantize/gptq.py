@@ -1,7 +1,6 @@
-"""Rounds weights to an integer grid: to nearest, by GPTQ, or by coordinate descent (COMQ).
+"""Rounds weights to an integer grid: to nearest, or by GPTQ, which minimizes the error of the layer's output.
 
-GPTQ and COMQ minimize the error of the layer's output. Weights of 4 bits, unlike those of 8, also need a search for the
-scale: to clip the largest weights may reduce the error.
+Weights of 4 bits, unlike those of 8, also need a search for the scale: to clip the largest may reduce the error.
 """
 
 import contextlib
@@ -14,14 +13,14 @@ import onnx
 
 from edgekit.model.tensors import Array
 
-Rounding = Literal["nearest", "bias", "gptq", "refit", "comq", "qronos"]
+Rounding = Literal["nearest", "bias", "gptq", "refit", "qronos"]
 """How weights are rounded.
 
 nearest: each weight by itself. bias: the same, then the mean of the output error is subtracted from the bias (bias
 correction, M. Nagel et al., arXiv:1906.04721, section 4.2). gptq: minimizes the error of the layer's output, then
 corrects the bias. refit: first refitted by least squares to inputs that carry the noise of their own quantization, then
-gptq. comq: as gptq, but weights of 4 bits are rounded by coordinate descent (`round_comq`). qronos: layer by layer,
-each for the inputs that reach it through the layers rounded before, otherwise as comq (`rounding.round_in_order`).
+gptq. qronos: layer by layer, each for the inputs that reach it through the layers rounded before, otherwise as gptq
+(`rounding.round_in_order`).
 """
 
 LIMIT = 127
@@ -226,7 +225,8 @@ def round_gptq(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, l
     """Rounds weights one input at a time, and compensates each error by the inputs not yet rounded.
 
     GPTQ (E. Frantar et al., arXiv:2210.17323), which solves OBQ (E. Frantar and D. Alistarh, arXiv:2208.11580) for all
-    outputs in one order: by falling energy of the inputs.
+    outputs in one order: by falling energy of the inputs. `scale` is [groups, outputs, 1], or has one for each weight
+    if blocks of inputs have scales of their own.
     """
     diagonal = np.diagonal(moment, axis1=1, axis2=2)
     damping = np.maximum(noise, _DAMPING * diagonal.mean(axis=1)) + _LEAST
@@ -238,7 +238,8 @@ def round_gptq(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, l
     # Only ratios within a row of the factor matter; the division avoids overflow and underflow of float32.
     upper = _inverse_factor((damped / damping[:, None, None]).astype(np.float32))
     rows = np.take_along_axis(matrix, order[:, None, :], axis=2).transpose(2, 0, 1).astype(np.float32)
-    rounded = _round_rows(rows, upper, scale[..., 0], limit)
+    scale_of_each = scale if scale.shape[2] == 1 else np.take_along_axis(scale, order[:, None, :], axis=2)
+    rounded = _round_rows(rows, upper, scale_of_each.transpose(0, 2, 1), limit)
     integers = np.empty(matrix.shape, np.int8)
     np.put_along_axis(integers, order[:, None, :], rounded.transpose(1, 2, 0), axis=2)
     return Rounded(integers=integers, scale=scale)
@@ -277,10 +278,11 @@ def _invert_lower(lower: Array) -> Array:
 
 
 def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
-    """Rounds rows [inputs, groups, outputs] in order; changes `rows`."""
+    """Rounds rows [inputs, groups, outputs] in order; `scale` is [groups, 1 or inputs, outputs]. Changes `rows`."""
     # In the layout [groups, inputs, outputs] a batched matrix product is one call.
     rows = np.ascontiguousarray(rows.transpose(1, 0, 2))
     rounded, errors, low = np.empty(rows.shape, np.int8), np.empty(rows.shape, np.float32), lowest(limit)
+    scale = np.broadcast_to(scale, rows.shape)
 
     def round_span(start: int, stop: int) -> None:
         if stop - start > _ROWS:
@@ -290,84 +292,18 @@ def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
             round_span(middle, stop)
             return
         for index in range(start, stop):
-            grid = np.rint(rows[:, index] / scale)
+            grid = np.rint(rows[:, index] / scale[:, index])
             # For these short rows np.clip takes longer than both steps.
             np.minimum(np.maximum(grid, low, out=grid), limit, out=grid)
             rounded[:, index] = grid
             # OBQ's update: the remaining inputs change so that they compensate as much of this rounding error as they
             # can.
-            error = (rows[:, index] - grid * scale) / upper[:, index, index, None]
+            error = (rows[:, index] - grid * scale[:, index]) / upper[:, index, index, None]
             errors[:, index] = error
             rows[:, index + 1 : stop] -= upper[:, index, index + 1 : stop, None] * error[:, None]
 
     round_span(0, rows.shape[1])
     return rounded.transpose(1, 0, 2)
-
-
-# After four passes over all inputs almost nothing changes any more: 0.1 dB from the second to the fourth.
-_PASSES = 4
-_BLOCK_COMQ = 64
-
-
-def round_comq(
-    matrix: Array, moment: Array, scale: Array, *, fits_scale: bool = True, floor: Array | float = 0.0
-) -> Rounded:
-    """Rounds weights to 4 bits by coordinate descent on the error of the layer's output, from the nearest integers.
-
-    COMQ (A. Zhang et al., arXiv:2403.07134): with all else fixed, the squared error is a parabola in one weight, and
-    also in the scale of a channel, which is fitted again before each pass. Inputs are visited by falling energy; the
-    paper's greedy order, weight by weight, would differ for each output.
-
-    Args:
-        matrix: weights [groups, outputs, inputs].
-        moment: second moments [groups, inputs, inputs].
-        scale: initial scales, [groups, outputs, 1], or one for each weight if blocks of inputs have scales of their
-            own.
-        fits_scale: whether the scales may change; scales of blocks, and scales that several groups share, may not.
-        floor: the least scale.
-    """
-    diagonal = np.diagonal(moment, axis1=1, axis2=2)
-    order = np.argsort(-diagonal, axis=1, kind="stable")
-    damped = damp_moment(moment)
-    hessian = np.take_along_axis(np.take_along_axis(damped, order[:, :, None], axis=1), order[:, None, :], axis=2)
-    hessian = (hessian / hessian.max()).astype(np.float32)
-    weights = np.take_along_axis(matrix, order[:, None, :], axis=2).astype(np.float32)
-    given = scale
-    if scale.shape[2] > 1:
-        scale = np.take_along_axis(scale, order[:, None, :], axis=2)
-    found = round_nearest(weights, scale, FOUR_LIMIT)
-    counts, scale = found.integers.astype(np.float32), found.scale
-    for _ in range(_PASSES):
-        if fits_scale:
-            scale = np.maximum(_fit_scale(weights, counts, hessian, scale), floor).astype(np.float32)
-        _descend(weights, counts, hessian, np.broadcast_to(scale, weights.shape))
-    integers = np.empty(matrix.shape, np.int8)
-    np.put_along_axis(integers, order[:, None, :], counts.astype(np.int8), axis=2)
-    return Rounded(integers=integers, scale=scale if fits_scale else given)
-
-
-def _fit_scale(weights: Array, counts: Array, hessian: Array, scale: Array) -> Array:
-    """Returns the scales [groups, outputs, 1] that minimize the error of the integers."""
-    pulled = counts @ hessian
-    both, own = ((pulled * other).sum(axis=2, keepdims=True) for other in (weights, counts))
-    return np.asarray(np.divide(both, own, out=scale.copy(), where=both > 0))
-
-
-def _descend(weights: Array, counts: Array, hessian: Array, scale: Array) -> None:
-    """Sets each input in turn to the integers with the least error; changes `counts`."""
-    errors = weights - counts * scale
-    slopes = errors @ hessian
-    for start in range(0, weights.shape[2], _BLOCK_COMQ):
-        stop = min(start + _BLOCK_COMQ, weights.shape[2])
-        before, near = errors[..., start:stop].copy(), slopes[..., start:stop].copy()
-        for index in range(start, stop):
-            curvature, error = hessian[:, index, index, None], errors[..., index].copy()
-            # The minimum of the parabola.
-            wanted = weights[..., index] + near[..., index - start] / curvature - error
-            counts[..., index] = np.clip(np.rint(wanted / scale[..., index]), lowest(FOUR_LIMIT), FOUR_LIMIT)
-            errors[..., index] = weights[..., index] - counts[..., index] * scale[..., index]
-            near += (errors[..., index] - error)[..., None] * hessian[:, index, None, start:stop]
-        slopes += (errors[..., start:stop] - before) @ hessian[:, start:stop]
 
 
 # Tried shares of the scale that does not clip the largest weight: with 15 steps a finer grid for most weights may be

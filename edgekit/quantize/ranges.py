@@ -1,4 +1,4 @@
-"""Range methods: they choose the range of an activation from its statistics (min-max, moving average, percentile, MSE).
+"""Range methods: they choose the range of an activation from its statistics (min-max, percentile, MSE).
 
 The range is the interval that the integers cover; values outside are clipped. Histograms widen with their data, and do
 not depend on its order. If only a nonlinearity reads a tensor, errors are measured after it. The inputs and the output
@@ -236,16 +236,6 @@ def _clip_saturated(exact: TensorRange, reader: Nonlinearity | None) -> TensorRa
     return TensorRange(low=min(max(exact.low, least), most), high=max(min(exact.high, most), least))
 
 
-def tail_error(percent: float, values: int) -> float:
-    """Returns the half-width of the 95 % interval of the share that a percentile range clips at an end.
-
-    This is the bound of the normal approximation for `values` values drawn at random; values picked one from each of
-    equal parts of a tensor are never worse (W. Cochran, "Sampling Techniques", 1977, 5.6).
-    """
-    tail = (100 - percent) / 200
-    return 1.96 * math.sqrt(tail * (1 - tail) / max(1, values))
-
-
 def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | None = None) -> TensorRange:
     """Returns the range with the least mean squared error of rounding and clipping at 8 bits, after `reader`.
 
@@ -296,31 +286,20 @@ def quantization_errors(
     return measure
 
 
-METHODS_WITHOUT_HISTOGRAM = ("minmax", "moving-average")
-"""The range methods that need no histogram."""
-
-# These clip a ten-thousandth and a thousandth of the values: of the 4096 picked from one sample, about 0.4 and 4.
-PERCENTS = {"percentile-99.99": 99.99, "percentile-99.9": 99.9}
-
-AUTO_METHODS = ("minmax", "mse", *PERCENTS)
-"""The range methods that "auto" compares with each other.
-
-None of them is the best on every network of tools/bench/quantize_zoo.py.
-"""
-
-RANGE_METHODS: dict[str, Callable[[TensorRange, TensorRange, Histogram, Nonlinearity | None], TensorRange]] = {
-    "minmax": lambda exact, _mean, _histogram, _reader: exact,
-    "moving-average": lambda _exact, mean, _histogram, _reader: mean,
-    "mse": lambda exact, _mean, histogram, reader: mse_range(exact, histogram, reader),
-    "percentile-99.99": lambda exact, _mean, histogram, reader: percentile_range(exact, histogram, 99.99, reader),
-    "percentile-99.9": lambda exact, _mean, histogram, reader: percentile_range(exact, histogram, 99.9, reader),
+RANGE_METHODS: dict[str, Callable[[TensorRange, Histogram, Nonlinearity | None], TensorRange]] = {
+    "minmax": lambda exact, _histogram, _reader: exact,
+    "mse": mse_range,
+    "percentile-99.99": lambda exact, histogram, reader: percentile_range(exact, histogram, 99.99, reader),
+    "percentile-99.9": lambda exact, histogram, reader: percentile_range(exact, histogram, 99.9, reader),
 }
-"""Every range method, by the name that plans and options use.
+"""Every range method, by the name that plans and options use; "auto" compares them with each other.
 
-Each takes a tensor's lowest and highest value, their means over the samples, its histogram, and the nonlinearity that
-alone reads it. "moving-average" is the mean over the samples of each tensor's lowest and highest value: a moving
-average without decay, so the order of the samples does not matter.
+Each takes a tensor's lowest and highest value, its histogram, and the nonlinearity that alone reads it. None of them is
+the best on every network of tools/bench/quantize_zoo.py. The percentiles clip a ten-thousandth and a thousandth of the
+values: of the 4096 picked from one sample, about 0.4 and 4.
 """
+EXACT = ("minmax",)
+"""The range methods that need no histogram."""
 
 METHODS = ("auto", "best", *RANGE_METHODS)
 """The range methods that a user may choose."""

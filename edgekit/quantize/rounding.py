@@ -219,8 +219,7 @@ def round_in_order(qdq: onnx.ModelProto, how: Rounder, places: Sequence[QdqLayer
 
     As Qronos does (S. Zhang et al., arXiv:2505.11695): with X the inputs of a layer in the float graph and Y those
     after the layers rounded before, W' = W X'Y (Y'Y)^-1 comes nearest to W X, and W' is rounded with the moment Y'Y.
-    Unlike there, both moments are shrunk (`shrink_moment`), or W' would overfit the samples, and weights of 4 bits are
-    rounded by COMQ instead of GPTQ.
+    Unlike there, both moments are shrunk (`shrink_moment`), or W' would overfit the samples.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -337,7 +336,7 @@ def _round_for_inputs(graph: Graph, place: QdqLayer, true: Array, seen: Array, s
     fitted = gptq.join_pieces(split + change, layer.groups)
     energy = np.diagonal(left, axis1=1, axis2=2).reshape(layer.groups, layer.inputs)
     scale = _find_scale(fitted, place, floor, energy)
-    rounded = _round_pieces(fitted, left, place, scale, floor, by_comq=place.has_four_bits)
+    rounded = _round_pieces(fitted, left, place, scale)
     corrected = (matrix * true_mean[:, None]).sum(axis=2) - (rounded.values * mean[:, None]).sum(axis=2)
     return {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
@@ -346,20 +345,12 @@ def _round_for_inputs(graph: Graph, place: QdqLayer, true: Array, seen: Array, s
     }
 
 
-def _round_pieces(
-    matrix: Array, moment: Array, place: QdqLayer, scale: Array, floor: Array, *, by_comq: bool, noise: float = 0.0
-) -> gptq.Rounded:
-    """Rounds weights [groups, outputs, inputs] with the moments of blocks of their inputs, by COMQ or GPTQ."""
-    layer = place.layer
+def _round_pieces(matrix: Array, moment: Array, place: QdqLayer, scale: Array, noise: float = 0.0) -> gptq.Rounded:
+    """Rounds weights [groups, outputs, inputs] with the moments of blocks of their inputs."""
     size = moment.shape[-1]
-    is_whole, split = size == layer.inputs, gptq.split_pieces(matrix, layer.groups, size)
-    scales = np.repeat(scale, matrix.shape[2] // size, axis=0)
-    if by_comq:
-        found = gptq.round_comq(split, moment, scales, fits_scale=is_whole, floor=floor)
-        scale = found.scale if is_whole else scale
-    else:
-        found = gptq.round_gptq(split, moment, scales, noise, place.limit)
-    return gptq.Rounded(integers=gptq.join_pieces(found.integers, layer.groups), scale=scale)
+    groups, scales = place.layer.groups, np.repeat(scale, matrix.shape[2] // size, axis=0)
+    found = gptq.round_gptq(gptq.split_pieces(matrix, groups, size), moment, scales, noise, place.limit)
+    return gptq.Rounded(integers=gptq.join_pieces(found.integers, groups), scale=scale)
 
 
 _ERRORS_AT_ONCE = 1 << 20
@@ -450,15 +441,11 @@ def _round_with_moments(
         fitted = (refit(matrix[..., span], *(known[0] if known else prepare(own))) for span, own in parts)
         matrix = np.concatenate([*fitted], axis=2)
     scale = _find_scale(matrix, place, floor, moments.energy())
-    by_comq = rounding == "comq" and place.has_four_bits
     rounded = [
-        _round_pieces(
-            matrix[..., span], (known[0] if known else prepare(own))[0], place, scale, floor,
-            by_comq=by_comq, noise=noise,
-        )
+        _round_pieces(matrix[..., span], (known[0] if known else prepare(own))[0], place, scale, noise)
         for span, own in parts
-    ]  # fmt: skip
-    return gptq.Rounded(integers=np.concatenate([each.integers for each in rounded], axis=2), scale=rounded[0].scale)
+    ]
+    return gptq.Rounded(integers=np.concatenate([each.integers for each in rounded], axis=2), scale=scale)
 
 
 def _prepare_moment(moments: InputMoments, *, is_centred: bool, widest: float) -> tuple[Array, Array]:

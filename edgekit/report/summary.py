@@ -132,17 +132,11 @@ class ActivationReport(msgspec.Struct, frozen=True, kw_only=True):
 class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
     """The statistics behind ranges: extremes over all `samples`, histograms and moments over `measured` of them.
 
-    A histogram holds at most `values` values of a tensor, or with `is_exact` every value of every sample. A range
-    method clips a share of the values at each end; `tail_errors` is by method how far the share of the measured values
-    may be from the intended one, at 95 % confidence. `known` samples were not run, because a cache had their results.
-    `notes` says what was wrong with a cache.
+    `known` samples were not run, because a cache had their results. `notes` says what was wrong with a cache.
     """
 
     samples: int
     measured: int
-    values: int
-    is_exact: bool
-    tail_errors: dict[str, float]
     known: int
     notes: tuple[str, ...]
 

@@ -17,12 +17,11 @@ from edgekit.inspect.inspect import SizeReport
 from edgekit.package.package import PackageReport
 from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER
 from edgekit.quantize.accuracy.predict import Prediction, name_unit, wanted_samples
-from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.mixed_precision.plan_search import Searched, changes_many, loses_much, may_lose_much
 from edgekit.quantize.mixed_precision.sensitivity import TensorError
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
-from edgekit.quantize.ranges import PERCENTS, TensorRange, tail_error
-from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport, TrialReport
+from edgekit.quantize.ranges import TensorRange
+from edgekit.report.summary import ActivationReport, QuantizeReport, TrialReport
 from edgekit.serialize import fill
 from edgekit.verify.on_devices import GroupReport, GroupRun
 from edgekit.verify.task_scores import describe_difference, format_score
@@ -241,14 +240,6 @@ def _describe_metric(run: GroupRun) -> str:
 
 
 # Quantizations: the parts of the report, and its lines for a terminal.
-
-
-def describe_calibration(calibration: Calibration) -> CalibrationReport:
-    """Returns the facts of a calibration for a report."""
-    values, percents = calibration.picked * calibration.measured, PERCENTS if calibration.picked else {}
-    errors = {name: 0.0 if calibration.is_exact else tail_error(percent, values) for name, percent in percents.items()}
-    tail_errors = {name: round(error, 7) for name, error in errors.items() if name in calibration.ranges}
-    return fill(CalibrationReport, calibration, values=values, tail_errors=tail_errors)
 
 
 def describe_trials(searched: Searched | None, *, goal: bool) -> tuple[TrialReport, ...]:

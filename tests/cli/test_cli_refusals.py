@@ -129,7 +129,7 @@ WRONG = {
     f"{CONVERT} --keep conv": "add --weights",
     f"{CONVERT} --weights int4 --keep nix": "no node 'nix' to keep",
     f"{CONVERT} --weights int4 --block 7": "no block of 7 weights",
-    f"{CONVERT} --weights int4 --rounding gptq": "--rounding comq --data DATA",
+    f"{CONVERT} --weights int4 --rounding gptq": "--weights int4 --data DATA",
     f"{CONVERT} --target cpu --onnx --level all": "--level would have no effect",
     f"{CONVERT} --fuse transformer --model-type brt": "no --model-type 'brt'",
     f"{CONVERT} --fuse transformer": "no pattern of 'bert' was found",

@@ -35,7 +35,6 @@ from edgekit.quantize.gptq import (
     Rounding,
     lowest,
     pack_int4,
-    round_comq,
     round_gptq,
     round_nearest,
     search_scale,
@@ -127,7 +126,7 @@ def test_a_weight_taken_out_of_a_plan_keeps_8_bits(net: Model, calibration: Cali
 def test_moments_make_4_bits_err_less(net: Model, calibration: Calibration) -> None:
     plan = plan_quantization(net, calibration, load_target("qnn"), "w4a16")
     ratios = {entry.rounding: entry.sqnr_db for entry in plan.judged}
-    assert plan.rounding in {"comq", "qronos"}
+    assert plan.rounding in {"gptq", "qronos"}
     assert ratios[plan.rounding] > ratios["nearest"] + 1
 
 
@@ -195,9 +194,9 @@ def test_the_weights_that_4_bits_hurt_most_keep_8(tmp_path: Path) -> None:
     sizes = np.array([1, 30, 30], np.float32).reshape(1, 3, 1, 1)
     samples = [{"x": row["x"] * sizes} for row in random_samples(net, 24)]
     calibration = calibrate_model(net, make_samples(samples), work=tmp_path / "work")
-    draft = draft_narrow(net, calibration, "comq")
+    draft = draft_narrow(net, calibration, "gptq")
     ratio = judge(draft, draft.plan)
-    lead = Candidate(method="minmax", rounding="comq", sqnr_db=ratio)
+    lead = Candidate(method="minmax", rounding="gptq", sqnr_db=ratio)
     found, tried = keep_eight(draft, lead, Budget())
     assert "w1" not in found.bits
     assert "w2" in found.bits
@@ -241,45 +240,25 @@ def test_each_weight_is_ranked_by_what_it_alone_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("groups", "outputs", "size"), [(1, 12, 150), (6, 3, 9)])
-def test_descent_errs_less_at_the_output_than_gptq(groups: int, outputs: int, size: int) -> None:
+def test_gptq_errs_less_at_the_output_with_scales_of_blocks_too(groups: int, outputs: int, size: int) -> None:
     rng = np.random.default_rng(4)
     matrix = rng.normal(size=(groups, outputs, size)).astype(np.float32)
     mix = rng.normal(size=(groups, size, 2 * size)) * np.geomspace(1, 0.05, 2 * size)
     moment = mix @ np.swapaxes(mix, 1, 2)
     scale = search_scale(matrix, energy=np.diagonal(moment, axis1=1, axis2=2))
+    each = scale * rng.uniform(1, 1.3, (groups, outputs, size)).astype(np.float32)
 
     def output_error(rounded: Rounded) -> float:
         error = matrix - rounded.values
         return float(np.einsum("goi,gij,goj->", error, moment, error))
 
-    found = round_comq(matrix, moment, scale)
-    assert output_error(found) < 0.9 * output_error(round_gptq(matrix, moment, scale, limit=FOUR_LIMIT))
-    assert found.integers.min() >= -8
-    assert found.integers.max() <= 7
-    kept = round_comq(matrix, moment, scale, fits_scale=False)
-    assert (kept.scale == scale).all()
-    assert output_error(kept) < output_error(round_nearest(matrix, scale, FOUR_LIMIT))
-    assert (round_comq(matrix, moment, scale, floor=5.0).scale >= 5.0).all()
-
-
-def test_no_integer_of_a_descent_can_be_bettered_alone() -> None:
-    rng = np.random.default_rng(5)
-    matrix, mix = rng.normal(size=(1, 3, 8)).astype(np.float32), rng.normal(size=(1, 8, 20))
-    moment = mix @ np.swapaxes(mix, 1, 2)
-    found = round_comq(matrix, moment, search_scale(matrix, energy=np.diagonal(moment, axis1=1, axis2=2)))
-    damped = moment[0] + 0.01 * np.diagonal(moment[0]).mean() * np.eye(8)
-
-    def cost_of(integers: Array, row: int) -> float:
-        error = matrix[0, row] - integers * found.scale[0, row]
-        return float(error @ damped @ error)
-
-    for row in range(3):
-        for place in range(8):
-            for step in (-1, 1):
-                other = found.integers[0, row].astype(int)
-                other[place] += step
-                if -8 <= other[place] <= 7:
-                    assert cost_of(other, row) >= cost_of(found.integers[0, row], row) * (1 - 1e-4)
+    for scales in (scale, each):
+        found = round_gptq(matrix, moment, scales, limit=FOUR_LIMIT)
+        assert output_error(found) < 0.7 * output_error(round_nearest(matrix, scales, FOUR_LIMIT))
+        assert -8 <= found.integers.min() <= found.integers.max() <= 7
+    # One scale for all is one for each of equal size.
+    same = round_gptq(matrix, moment, np.broadcast_to(scale, matrix.shape), limit=FOUR_LIMIT)
+    assert np.array_equal(same.integers, round_gptq(matrix, moment, scale, limit=FOUR_LIMIT).integers)
 
 
 WIDE_NET = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
@@ -294,15 +273,15 @@ def test_layers_rounded_in_order_make_up_for_those_before(tmp_path: Path) -> Non
     net = make_model(WIDE_NET, tmp_path / "wide.onnx", shapes)
     calibration = calibrate_model(net, random_samples(net, 48), work=tmp_path / "work")
     ratios: dict[Rounding, float] = {}
-    roundings: tuple[Rounding, ...] = ("nearest", "comq", "qronos")
+    roundings: tuple[Rounding, ...] = ("nearest", "gptq", "qronos")
     for rounding in roundings:
         draft = draft_narrow(net, calibration, rounding)
         rounded = round_draft(draft, draft.plan)
         ratios[rounding] = open_judge(rounded, draft.compared, draft.statistics, keep_float_weights=False)()
         # What was rounded once is the same when it is read again.
         assert round_draft(draft, draft.plan) == rounded
-    assert ratios["comq"] > ratios["nearest"] + 1
-    assert ratios["qronos"] > ratios["comq"] + 3
+    assert ratios["gptq"] > ratios["nearest"] + 1
+    assert ratios["qronos"] > ratios["gptq"] + 3
 
 
 def test_samples_that_judge_plans_do_not_fit_weights(net: Model, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from edgekit.quantize.ranges import (
     sigmoid,
     snap_range,
     softmax,
-    tail_error,
 )
 from edgekit.target import load_target
 
@@ -70,11 +69,6 @@ def test_a_percentile_leaves_half_of_the_rest_at_each_end() -> None:
     assert percentile_range(TensorRange(low=-0.5, high=0.5), seen, 97) == TensorRange(low=-0.5, high=0.5)
     nothing = Histogram(centers=np.zeros(0), counts=np.zeros(0))
     assert percentile_range(span, nothing, 97) == mse_range(span, nothing) == span
-
-
-def test_what_is_cut_off_is_known_by_the_number_of_values() -> None:
-    assert tail_error(99.9, 10_000) == pytest.approx(1.96 * (0.0005 * 0.9995 / 10_000) ** 0.5)
-    assert tail_error(80, 0) == tail_error(80, 1) == pytest.approx(1.96 * 0.3)
 
 
 def test_ends_keep_nine_bits() -> None:

@@ -80,8 +80,8 @@ def test_blocks_hold_the_largest_weight_exactly_and_zeros_as_zero(bits: int) -> 
         (WeightOnlyOptions(form="int4", kept=("frst",)), 0, "no node 'frst' to keep.*first"),
         (WeightOnlyOptions(form="int4", block=7), 0, "no block of 7 weights"),
         (WeightOnlyOptions(form="int4", accuracy_level=5), 0, "no accuracy level 5"),
-        (WeightOnlyOptions(form="int4", rounding="comq"), 0, "rounds 4-bit weights by samples"),
-        (WeightOnlyOptions(form="int8", rounding="comq"), 8, "rounds 4-bit weights by samples"),
+        (WeightOnlyOptions(form="int4", rounding="gptq"), 0, "rounds 4-bit weights by samples"),
+        (WeightOnlyOptions(form="int8", rounding="gptq"), 8, "rounds 4-bit weights by samples"),
         (WeightOnlyOptions(form="int8", lpbq=True), 8, "LPBQ is a form of 4-bit"),
     ],
 )
@@ -166,7 +166,7 @@ def test_blocks_that_learn_from_samples_err_less_on_others(tmp_path: Path) -> No
         light = compress_weights(model, options, tmp_path / f"{rounding}.onnx", drawn(128, 1))
         assert set(light.changed) == {"first", "second"}
         ratios[rounding] = sqnr_db(model, light.model, drawn(20, 2))
-    assert ratios["comq"] > ratios["nearest"] + 3
+    assert ratios["gptq"] > ratios["nearest"] + 3
 
 
 @pytest.mark.parametrize(("level", "written"), [(0, []), (4, [4])])
@@ -181,7 +181,7 @@ def test_blocks_of_zeros_stay_zero() -> None:
     rng = np.random.default_rng(3)
     weight = rng.standard_normal((70, 5)).astype(np.float32)
     weight[32:64, 2] = 0.0
-    inputs = rng.standard_normal((500, 70)).astype(np.float32)
+    inputs = (rng.standard_normal((500, 20)) @ rng.standard_normal((20, 70))).astype(np.float32)
     moments = InputMoments(
         count=500, mean=inputs.mean(axis=0)[None], spread=np.ptp(inputs, axis=0)[None], low=inputs.min(axis=0),
         high=inputs.max(axis=0), covariance=np.cov(inputs.T, bias=True)[None].astype(np.float32),
@@ -193,7 +193,7 @@ def test_blocks_of_zeros_stay_zero() -> None:
     back = ((values.astype(np.float32) - 8) * scales[..., None]).reshape(5, -1)[:, :70].T
     plain, sizes = quantize_blocks(weight, 4, 32)
     nearest = ((plain.astype(np.float32) - 8) * sizes[..., None]).reshape(5, -1)[:, :70].T
-    assert np.linalg.norm(inputs @ (back - weight)) < 0.95 * np.linalg.norm(inputs @ (nearest - weight))
+    assert np.linalg.norm(inputs @ (back - weight)) < 0.7 * np.linalg.norm(inputs @ (nearest - weight))
 
 
 @pytest.mark.parametrize("rounding", get_args(BlockRounding))
@@ -209,25 +209,6 @@ def test_scales_of_lpbq_are_sixteenths_of_their_columns_largest(tmp_path: Path, 
         assert counts == pytest.approx(np.rint(counts), abs=1e-4)
         assert counts.min() >= 1 - 1e-4
     assert sqnr_db(model, light.model) > 12
-
-
-def test_blocks_of_zeros_and_clipped_ones_are_named(tmp_path: Path) -> None:
-    model = make_perceptron(tmp_path / "m.onnx")
-    assert compress_weights(model, WeightOnlyOptions(form="int4"), tmp_path / "c.onnx").notes == ()
-    proto = onnx.load(str(model.path))
-    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
-    first, second = (numpy_helper.to_array(weights[name]).copy() for name in ("w1", "w2"))
-    first[32:64, 3] = 0.0
-    # Turned, so a row of it is a column of the product: values of one size lie at the lower end of their block.
-    second[7, 32:] = 0.5
-    for name, value in (("w1", first), ("w2", second)):
-        weights[name].CopyFrom(numpy_helper.from_array(value, name))
-    onnx.save(proto, str(model.path))
-    light = compress_weights(load_model(model.path), WeightOnlyOptions(form="int4"), tmp_path / "c.onnx")
-    assert light.notes == (
-        "node 'first': 1 of 256 blocks hold zeros alone; the first is block 1 of column 3",
-        "node 'second': 1 of 20 blocks are clipped; the first is block 1 of column 7",
-    )
 
 
 def make_table() -> Array:
@@ -262,9 +243,6 @@ def test_a_tied_head_is_stored_once(tmp_path: Path, form: WeightForm, least_db: 
     assert nodes["embed"].op_type == "GatherBlockQuantized"
     assert (nodes["embed"].input[2] == nodes["head"].input[2]) == (head != "other")
     assert sqnr_db(model, light.model, [{"ids": np.array([[0, 39, -1, 3, 7, 12]])}]) > least_db
-    if form == "int4":
-        reader = "embed" if head == "other" else "head"
-        assert f"node '{reader}': 1 of 80 blocks hold zeros alone" in light.notes[0]
 
 
 def test_a_tied_head_is_rounded_by_samples_and_its_embedding_loses_nothing(tmp_path: Path) -> None:
@@ -285,8 +263,8 @@ def test_a_tied_head_is_rounded_by_samples_and_its_embedding_loses_nothing(tmp_p
         # The table has rows that are not in the samples: its own error is judged apart.
         error = float(np.linalg.norm(table - make_table()))
         found[rounding] = sqnr_db(model, light.model, map(draw, range(64, 96))), error
-    assert found["comq"][0] > found["nearest"][0] + 0.3, found
-    assert found["comq"][1] < found["nearest"][1] * 1.035, found
+    assert found["gptq"][0] > found["nearest"][0] + 0.3, found
+    assert found["gptq"][1] < found["nearest"][1] * 1.035, found
 
 
 def test_tables_that_blocks_do_not_fit_stay_float(tmp_path: Path) -> None:

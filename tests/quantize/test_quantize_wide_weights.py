@@ -298,7 +298,7 @@ def products(path: Path) -> list[onnx.NodeProto]:
     return [node for node in onnx.load(str(path)).graph.node if node.op_type == "MatMulNBits"]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "comq"])
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
 def test_products_of_3_axes_get_lpbq(bert: tuple[Model, Calibration], tmp_path: Path, rounding: str) -> None:
     plan = plan_blocks(*bert, rounding=rounding)
     require_plan(plan, bert[0], bert[1], TARGET)
@@ -320,7 +320,7 @@ def test_products_of_3_axes_get_lpbq(bert: tuple[Model, Calibration], tmp_path: 
 def test_rounding_by_samples_gives_other_integers(bert: tuple[Model, Calibration], tmp_path: Path) -> None:
     noise: dict[str, float] = {}
     graph = read_float_graph(bert[0])
-    for rounding in ("nearest", "comq"):
+    for rounding in ("nearest", "gptq"):
         made = quantize_model(bert[0], plan_blocks(*bert, rounding=rounding), bert[1], tmp_path / f"{rounding}.onnx")
         stored = Units(made.model).stored
         first = products(made.model.path)[0]
@@ -329,7 +329,7 @@ def test_rounding_by_samples_gives_other_integers(bert: tuple[Model, Calibration
         weight = numpy_helper.to_array(graph.constants[first.input[1].removesuffix("_q4")])
         noise[rounding] = float(np.abs((values * scales[..., None]).reshape(len(scales), -1).T - weight).max())
         assert noise[rounding] < 4 * float(scales.max())
-    assert noise["comq"] != noise["nearest"]
+    assert noise["gptq"] != noise["nearest"]
 
 
 def test_a_weight_that_keeps_8_bits_is_in_no_block(bert: tuple[Model, Calibration], tmp_path: Path) -> None:

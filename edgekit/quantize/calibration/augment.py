@@ -30,7 +30,7 @@ PICKS, PATCHES = "edgekit.picks", "edgekit.vectors."
 PICKED_VALUES = 1 << 18
 """About how many values of a tensor its histogram counts, over all samples.
 
-The share that percentile-99.9 clips at an end is then exact to 0.009 points (`tail_error`);
+The share that percentile-99.9 clips at an end is then exact to 0.009 points (95 % of samples drawn at random);
 tools/bench/calibrate_ratio.py shows what it costs.
 """
 

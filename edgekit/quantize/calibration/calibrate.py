@@ -34,9 +34,8 @@ from edgekit.quantize.graph.float_graph import (
     store_float_graph,
 )
 from edgekit.quantize.ranges import (
-    AUTO_METHODS,
+    EXACT,
     METHODS,
-    METHODS_WITHOUT_HISTOGRAM,
     RANGE_METHODS,
     HistogramCollector,
     TensorRange,
@@ -60,14 +59,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         samples_sha256: a digest of all inputs of all samples.
         samples: the number of samples.
         measured: how many of them were counted in the histograms.
-        picked: how many values of a tensor a measured sample adds to its histogram at most.
-        is_exact: whether the histograms hold all values of all samples.
         known: how many samples were read from a cache instead of run.
         notes: problems with a cache, and remarks if only few held-out samples judge plans, or if an output of a Sigmoid
             stays on one side of 0.5.
-        ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
-            come from every value of every sample, except masked scores before a Softmax; the others come from
-            histograms.
+        ranges: by range method, the range of each float activation of the main graph. "minmax" comes
+            from every value of every sample, except masked scores before a Softmax; the others come from histograms.
         statistics: the folder with the data that are too large for this struct (moments of layer inputs and held-out
             samples), "" if there is none. It may be removed once all plans are applied.
         outputs: what the user stated about the outputs.
@@ -77,8 +73,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     samples_sha256: str
     samples: int
     measured: int
-    picked: int
-    is_exact: bool
     known: int
     notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
@@ -91,7 +85,7 @@ def calibrate_model(
     samples: Samples,
     *,
     work: AnyPath,
-    methods: Sequence[str] = AUTO_METHODS,
+    methods: Sequence[str] = tuple(RANGE_METHODS),
     fitting: bool = True,
     cache: CacheSettings | None = None,
     outputs: Mapping[str, StatedOutput] | None = None,
@@ -126,7 +120,7 @@ class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     work: Path
-    methods: tuple[str, ...] = AUTO_METHODS
+    methods: tuple[str, ...] = tuple(RANGE_METHODS)
     fitting: bool = True
     cache: CacheSettings | None = None
     outputs: dict[str, StatedOutput] = {}
@@ -144,12 +138,12 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
     for method in how.methods:
         if method not in RANGE_METHODS:
             raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
-    methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *METHODS_WITHOUT_HISTOGRAM})
+    methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *EXACT})
     work.mkdir(parents=True, exist_ok=True)
     graph = store_float_graph(read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    with_histograms = methods != METHODS_WITHOUT_HISTOGRAM
+    with_histograms = methods != EXACT
     indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or with_histograms else ()
     compared = {each.tensor for each in find_compared_tensors(graph)} if fitting else set[str]()
     task = CalibrationTask(
@@ -178,8 +172,6 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         samples_sha256=digest_bytes(b"".join(found.seen[index] for index in sorted(found.seen))),
         samples=len(found.seen),
         measured=len(task.indices),
-        picked=task.picked,
-        is_exact=found.is_exact,
         known=found.known,
         notes=(*found.cache.notes, *judges, *_list_one_sided(graph, found.statistics.exact_ranges())),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
@@ -220,8 +212,8 @@ def _list_one_sided(graph: Graph, seen: Mapping[str, TensorRange]) -> Iterator[s
 def assume_ranges(model: Model, ranges: Mapping[str, TensorRange]) -> Calibration:
     """Returns a calibration with ranges that nobody measured: for a graph whose outputs do not matter."""
     return Calibration(
-        model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, picked=1, is_exact=True, known=0,
-        notes=(), ranges={"minmax": dict(ranges)}, statistics="",
+        model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, known=0, notes=(),
+        ranges={"minmax": dict(ranges)}, statistics="",
     )  # fmt: skip
 
 
@@ -240,8 +232,7 @@ def _choose_ranges(
 ) -> dict[str, dict[str, TensorRange]]:
     # Histograms count masked values too, so for masked scores before a Softmax no method uses them.
     masked, empty = statistics.masked(), HistogramCollector().freeze()
-    exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
-    histograms = statistics.histograms() | dict.fromkeys(masked, empty)
+    exact, histograms = statistics.exact_ranges() | masked, statistics.histograms() | dict.fromkeys(masked, empty)
     readers = find_nonlinearities(graph)
     # Plans are judged by what a Sigmoid or Softmax reads: what it makes for an output would be cut at no cost, and the
     # rare high scores of a detector with it.
@@ -252,7 +243,7 @@ def _choose_ranges(
     for method in methods:
         choose = RANGE_METHODS[method]
         chosen = {
-            name: its if name in answers else choose(its, mean[name], histograms.get(name, empty), readers.get(name))
+            name: its if name in answers else choose(its, histograms.get(name, empty), readers.get(name))
             for name, its in exact.items()
         }
         for name, source in reversed(list(aliases.items())):

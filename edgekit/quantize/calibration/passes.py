@@ -74,11 +74,6 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     seen: dict[int, bytes]
     known: int = 0
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether every value of every tensor is in its histogram."""
-        return not self.task.others and all(count < self.task.picked for _, count in self.augmented.picks)
-
     def arrays(self) -> dict[str, Array]:
         """Returns all measurements, with pending values added (`ActivationStatistics.arrays`)."""
         return self.statistics.arrays() | {f"held.{name}": array for name, array in self.held_out.arrays.items()}

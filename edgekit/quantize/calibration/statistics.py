@@ -107,14 +107,6 @@ class ActivationStatistics:
             for name, span in counting.items()
         }
 
-    def mean_ranges(self) -> dict[str, TensorRange]:
-        """Returns the mean over the samples of each tensor's lowest and highest value."""
-        lows, highs = self._lows.means(), self._highs.means()
-        for name, (low, high) in self._augmented.bounds.items():
-            lows[name] = lows[name] if low is None else low
-            highs[name] = highs[name] if high is None else high
-        return {name: TensorRange(low=lows[name], high=highs[name]) for name in lows}
-
     def histograms(self) -> dict[str, Histogram]:
         """Returns the histogram of each tensor that values were picked from."""
         self._flush()
@@ -155,7 +147,7 @@ class ActivationStatistics:
 
 
 class _Extremes:
-    """The lowest (or highest) value of each entry over samples, the second, and the sum of each tensor's extremes.
+    """The lowest (or highest) value of each entry over samples, and the second.
 
     An empty tensor has infinite extremes, which do not count.
     """
@@ -166,7 +158,6 @@ class _Extremes:
         self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
         self._second, self._drop = self._best.copy(), np.maximum if pick is np.minimum else np.minimum
-        self._sums = np.zeros(len(parts))
 
     @property
     def size(self) -> int:
@@ -180,11 +171,9 @@ class _Extremes:
             self._pick(self._best, values, out=self._best)
             self._runs += 1
             self._counts += np.isfinite(own)
-            self._sums += _or_zero(own)
 
     def arrays(self) -> dict[str, Array]:
-        best = {"best": self._best, "second": self._second}
-        return {"runs": self._runs, "counts": self._counts, "sums": self._sums, **best}
+        return {"runs": self._runs, "counts": self._counts, "best": self._best, "second": self._second}
 
     def entries(self, *, second: bool = False) -> dict[TensorAxis, Array]:
         values = self._second if second else self._best
@@ -192,10 +181,6 @@ class _Extremes:
 
     def sometimes_empty(self) -> set[str]:
         return {name for (name, _), count in zip(self._keys, self._counts, strict=True) if count < self._runs}
-
-    def means(self) -> dict[str, float]:
-        means = (self._sums / np.maximum(1, self._counts)).tolist()
-        return {name: mean for (name, _), mean in zip(self._keys, means, strict=True)}
 
 
 def _or_zero(values: Array) -> Array:

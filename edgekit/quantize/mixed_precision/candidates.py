@@ -31,7 +31,7 @@ from edgekit.quantize.mixed_precision import score
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, add_headroom, is_relievable
 from edgekit.quantize.qdq import place_plan, plan_calibration, plan_graph, round_weights
-from edgekit.quantize.ranges import AUTO_METHODS, METHODS
+from edgekit.quantize.ranges import EXACT, METHODS, RANGE_METHODS
 from edgekit.target import Precision, Target
 
 NOTABLE_DB = 0.3
@@ -42,13 +42,10 @@ _WORTH_MOMENTS_DB = 0.5
 # With at most so many weights, rounding with moments takes a tenth of a second, and is tried on every model below
 # FAITHFUL_DB: over eight draws of its samples kws gained 0.5 dB on unseen samples. Chosen by hand.
 _QUICK_WEIGHTS = 1 << 18
-# Clipping tails makes steps finer, which 16 bits do not need.
-_METHODS_16 = ("minmax",)
 QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 """The roundings that do not learn from samples."""
 _SLOW: tuple[Rounding, ...] = ("refit", "gptq")
-# For 4-bit weights: both lost less than GPTQ on small networks (measured once, the program is gone).
-_FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
+_FEW_BITS: tuple[Rounding, ...] = ("gptq", "qronos")
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,7 +312,8 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
 
 
 def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgement:
-    methods = (method,) if method else AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
+    # Clipping tails makes steps finer, which 16 bits do not need.
+    methods = (method,) if method else tuple(RANGE_METHODS) if is_relievable(draft.plan) else EXACT
     nearest = draft.choose(methods[0], "nearest")
     placed = place_draft(nearest)
     ranges = _judge_ranges(draft, methods, budget, placed)

@@ -14,7 +14,6 @@ from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
 from edgekit.quantize.mixed_precision.placement import PLACEMENT, keep_taken
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
-from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.mixed_precision.weights import keep_more
 from edgekit.quantize.plan import QuantPlan
 
@@ -25,7 +24,7 @@ _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
 
 def find_plan(
-    search: plan_search.Search, *, max_drop: float | None, narrow: bool, state: State | None = None
+    search: plan_search.Search, *, max_drop: float | None, narrow: bool
 ) -> tuple[QuantPlan, plan_search.Searched | None]:
     """Returns the plan to write: that of `search_plan`, with a drop of at most `max_drop` (a share) if one is given.
 
@@ -39,7 +38,7 @@ def find_plan(
     goal = DEFAULT_MAX_DROP if max_drop is None else max_drop
     most_changed = plan_search.FEW_CHANGED if search.widens else MOST_CHANGED
     wanted = plan_search.Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
-    plan, searched = plan_search.search_plan(search, wanted, state)
+    plan, searched = plan_search.search_plan(search, wanted)
     if searched is not None:
         choice = _Choice(search, searched, wanted)
         _widen_weights(choice)
@@ -83,7 +82,7 @@ class _Choice:
         self.search, self.found, self.goal = search, found, goal
 
     @property
-    def chosen(self) -> Trial:
+    def chosen(self) -> plan_search.Trial:
         """The trial to write."""
         return self.found.chosen
 
@@ -95,16 +94,16 @@ class _Choice:
         """Changes fields of the result."""
         self.found = msgspec.structs.replace(self.found, **fields)
 
-    def adopt(self, trial: Trial) -> None:
+    def adopt(self, trial: plan_search.Trial) -> None:
         """Chooses a trial."""
         self.change(chosen=trial, met=self.found.met or trial.prediction.meets(self.goal.max_drop))
 
     def add(
         self, step: str, make: Callable[[], QuantPlan | None], look: Callable[[Model], Look] | None = None
-    ) -> Trial | None:
+    ) -> plan_search.Trial | None:
         """Adds the trial of a plan and returns it: None if time is over or the plan was tried."""
 
-        def attempt() -> Trial | None:
+        def attempt() -> plan_search.Trial | None:
             plan = make()
             if plan is None or any(plan == each.plan for each in self.found.trials):
                 return None
@@ -159,7 +158,7 @@ def _try_float(choice: _Choice) -> None:
         plan_search.LEAST_INTEGER_SHARE if goal.is_given or has_collapsed else plan_search.DEFAULT_INTEGER_SHARE
     ) * first.integer_macs
 
-    def adopt(base: Trial, names: tuple[str, ...]) -> bool:
+    def adopt(base: plan_search.Trial, names: tuple[str, ...]) -> bool:
         """Tries a plan with some tensors in float; returns True if it is chosen."""
         if choice.chosen.prediction.meets(goal.max_drop):
             return False
@@ -260,18 +259,12 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
 
 
 def _advise(choice: _Choice, advice: str) -> None:
-    """Adds advice to the result, which names the tensor that loses most."""
-    search, first, worst = choice.search, choice.found.trials[0].plan, ""
-    if choice.found.wide_range:
-        worst = relief.explain_wide_range(choice.found.wide_range[0], search.target)
-    elif first.judged:
-        draft, attempt, reached = search.open_draft(first), search.memo.budget.attempt, choice.chosen.prediction.sqnr_db
-        name = partial(relief.name_worst, draft, choice.chosen.plan, search.memo, reached)
-        worst = attempt("the tensor that loses most", name) or ""
-    choice.change(advice="; ".join(part for part in (advice, worst) if part))
+    """Adds advice to the result, which names a tensor that neither 16 bits nor the target's floats represent."""
+    beyond = (relief.explain_wide_range(name, choice.search.target) for name in choice.found.wide_range[:1])
+    choice.change(advice="; ".join((advice, *beyond)))
 
 
-def _weigh(search: plan_search.Search, chosen: Trial, other: Trial) -> str:
+def _weigh(search: plan_search.Search, chosen: plan_search.Trial, other: plan_search.Trial) -> str:
     """Returns in words what `other` loses, with its bytes relative to the chosen trial's and its work in integers."""
     lost = other.prediction.drop_estimate
     figure = (

@@ -29,7 +29,6 @@ from edgekit.quantize.mixed_precision.relief import (
     relieve_step,
     rise_db,
 )
-from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.mixed_precision.weights import widen_weights
 from edgekit.quantize.plan import QuantPlan
 from edgekit.target import INTEGERS, Precision
@@ -102,6 +101,22 @@ class Search(Subject, frozen=True, kw_only=True):
         return self.target.quantization.at(self.precision).activation != "uint16"
 
 
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A tried plan, with the name of its step and its predicted loss.
+
+    `taken_macs` is the share of the MACs that the target's provider takes, `integer_macs` the share that is computed in
+    integers. `is_whole` is False if the loss is predicted over a part of the samples, which was enough to see that
+    another plan is better.
+    """
+
+    step: str
+    plan: QuantPlan
+    prediction: Prediction
+    taken_macs: float
+    integer_macs: float = 1.0
+    is_whole: bool = True
+
+
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search: every trial in order, the chosen one, and whether it met the goal; `note` qualifies that.
 
@@ -151,7 +166,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return max(prediction.drop_estimate * (1 - share), changed * (1 - share) - self.most_changed)
 
 
-def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
+def search_plan(search: Search, goal: Goal) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan that meets the goal with the fewest tensors out of 8 bits, and all trials.
 
     1. The first plan keeps all activations in 8 bits. In the default mode it is returned without trials (None) if there
@@ -165,19 +180,14 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
        whether they do as well. If the largest is best and tensors get 16 bits, more of them are tried (`_try_most`).
     5. `choose_trial` selects one of the trials, which is measured over all samples.
 
-    Each trial is written to the file of the `state`, from which an interrupted search continues.
-
     Raises:
         ModelError: no node of the model can be quantized.
     """
-    known = [trial.plan for trial in state.trials if trial.step == "all"] if state is not None else []
     search.progress(f"{search.target.name}: choose ranges and roundings")
-    first = known[0] if known else plan_quantization(
-        search.model, search.calibration, search.target, search.precision, memo=search.memo
-    )  # fmt: skip
+    first = plan_quantization(search.model, search.calibration, search.target, search.precision, memo=search.memo)
     if not goal.is_given and not (first.judged and search.memo.budget.allows(MORE_RELIEF)):
         return first, None
-    trials = _try_plans(search, goal, first, state)
+    trials = _try_plans(search, goal, first)
     if not trials:
         return first, None
     searched = _choose_measured(search, goal, trials)
@@ -288,7 +298,7 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
     return Searched(trials=every, chosen=min(near, key=rank), met=bool(meeting), note=note if meeting else "")
 
 
-def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
+def _try_plans(search: Search, goal: Goal, first: QuantPlan) -> list[Trial]:
     """Returns the trials, by rising number of tensors out of 8 bits.
 
     Each is measured over a part of the samples, and over all if it may meet the goal. Some more follow where one is to
@@ -305,7 +315,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
        one of those whose bound allows a good enough drop is tried, until none is left.
     6. If the largest number is chosen and misses the goal, twice as many may get 16 bits (`_try_most`).
     """
-    attempts = _Attempts(search, goal, first, state)
+    attempts = _Attempts(search, goal, first)
     unrelieved = attempts.run(0)
     if unrelieved is None or not search.relievable or (not goal.is_given and is_near(unrelieved.prediction)):
         return attempts.in_order
@@ -376,9 +386,8 @@ def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
 class _Attempts:
     """The trials of a search, by the number of tensors out of 8 bits; `first` is the plan with none."""
 
-    def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
-        self._search, self._goal, self._first, self._state = search, goal, first, state
-        self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
+    def __init__(self, search: Search, goal: Goal, first: QuantPlan) -> None:
+        self._search, self._goal, self._first = search, goal, first
         most = (_MOST,) if search.widens else ()
         self._most = 1 + (len((*_FEW, *_MORE_THAN_FEW, *most)) if search.relievable else 0)
         self._seconds: list[float] = []
@@ -396,24 +405,17 @@ class _Attempts:
         is a trial if it meets the goal or loses little.
         """
         step, began = f"relieve {count}" if count else "all", time.monotonic()
-        done, left = len(self._seconds), ", known" if step in self._known else ""
+        done = len(self._seconds)
         # `_try_fewer` may add some.
         most = max(self._most, done + 1)
-        if done and not left:
-            left = f", at most {sum(self._seconds) / done * (most - done):.0f} s left"
+        left = f", at most {sum(self._seconds) / done * (most - done):.0f} s left" if done else ""
         self._search.progress(f"{self._search.target.name}: try {done + 1} of {most} ({step}){left}")
         # With a goal the first plan must be measured, whatever the budget; the default mode may skip that.
         is_needed, plan = not count and self._goal.is_given, partial(self._try, step, count, may_meet=may_meet)
-        trial = self._known.get(step)
-        if trial is None:
-            trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
+        trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
         self._seconds.append(time.monotonic() - began)
-        if trial is None:
-            return None
-        self.trials[count] = trial
-        # A step that the budget cut short is not stored: a later search would take it for complete.
-        if self._state is not None and not self._search.memo.budget.left_out:
-            self._state.write(self.in_order)
+        if trial is not None:
+            self.trials[count] = trial
         return trial
 
     def is_enough(self, trial: Trial) -> bool:

@@ -364,18 +364,3 @@ def explain_wide_range(name: str, target: Target) -> str:
     half = np.finfo(np.float16)
     holds = f"fp16, in which {target.name} computes floats: it holds {half.smallest_subnormal:.0e} to {half.max:.0f}"
     return f"'{name}' loses most, in 16 bits as in {holds}; scale it, or take its logarithm before the model"
-
-
-def name_worst(first: candidates.Draft, plan: QuantPlan, memo: candidates.Memo, reached: float) -> str:
-    """Returns a line that names the 8-bit tensor of a plan that loses most.
-
-    `first` is the draft with no tensors out of 8 bits, whose ranking is in the memo. The line is "" if none is left in
-    8 bits, or if it makes less than a tenth of the noise of the plan, which has `reached` dB: then weights make it.
-    """
-    floats = {node.name for node in plan.float_nodes}
-    for name, noise in rank_tensors(first, memo).items() if is_relievable(plan) else ():
-        if name not in plan.wide and any(node.name not in floats for node in first.graph.readers(name)):
-            left = -10 * math.log10(noise)
-            line = f"of the tensors in 8 bits '{name}' loses most: {left:.1f} dB are left with it alone"
-            return line if left < reached + 10 else ""
-    return ""

@@ -68,8 +68,8 @@ def keep_eight(
     if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
         return draft.plan, ()
     placed = place_draft(draft)
-    # Rounding layer by layer (qronos) is too slow to repeat: the search for the weights with 8 bits uses comq instead.
-    quick = draft.choose(draft.plan.method, "comq") if draft.plan.rounding == "qronos" else draft
+    # Rounding layer by layer (qronos) is too slow to repeat: the search for the weights with 8 bits uses gptq instead.
+    quick = draft.choose(draft.plan.method, "gptq") if draft.plan.rounding == "qronos" else draft
     tried = list(_try_kept(quick, placed, lead, enough))
     if tried and quick is not draft:
         plan, found = max(tried, key=lambda trial: trial[1].sqnr_db)

@@ -1,6 +1,6 @@
 """Stores weights of MatMul and Gemm, and tables of Gather, in 8 or 4 bits with a scale for each block.
 
-Weights are rounded to nearest, or by COMQ, which minimizes the error of the layer's output on samples.
+Weights are rounded to nearest, or by GPTQ, which minimizes the error of the layer's output on samples.
 """
 
 import math
@@ -21,10 +21,18 @@ from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
-from edgekit.quantize.gptq import add_spread, join_pieces, pick_scale, round_comq, shrink_moment, split_pieces
+from edgekit.quantize.gptq import (
+    FOUR_LIMIT,
+    add_spread,
+    join_pieces,
+    pick_scale,
+    round_gptq,
+    shrink_moment,
+    split_pieces,
+)
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.ranges import METHODS_WITHOUT_HISTOGRAM
+from edgekit.quantize.ranges import EXACT
 
 _LPBQ_STEPS = 16
 
@@ -274,7 +282,7 @@ def learn_blocks(model: Model, samples: Samples, work: Path, form: BlockForm) ->
         raise ModelError(f"{words} times as much", hint="leave --data out: weights are rounded to the nearest")
     graph = read_float_graph(model)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op in {"Gemm", "MatMul"}}
-    calibrate_model(model, samples, work=work, methods=METHODS_WITHOUT_HISTOGRAM)
+    calibrate_model(model, samples, work=work, methods=EXACT)
     stored = open_moments(work)
 
     def learn(node: str, is_table: bool) -> Blocks | None:  # noqa: FBT001 - a callback
@@ -290,7 +298,7 @@ def learn_blocks(model: Model, samples: Samples, work: Path, form: BlockForm) ->
 def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_table: bool = False) -> Blocks:
     """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N] in 4 bits.
 
-    A scale is searched for each block. Then coordinate descent finds the integers of all blocks (`round_comq`), so that
+    A scale is searched for each block. Then GPTQ finds the integers of all blocks (`round_gptq`), so that
     one block compensates for the errors of another. If the weight also `is_table` (a head tied to its embedding), the
     error of each single weight counts too, as if an input of mean energy read it.
     """
@@ -305,7 +313,7 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_ta
     if is_table:
         kept = kept + np.eye(size) * np.diagonal(kept, axis1=1, axis2=2).mean()
     matrix, scale = (split_pieces(part[None], 1, size) for part in (weight.T, each))
-    found = join_pieces(round_comq(matrix, kept, scale, fits_scale=False).integers, 1)[0]
+    found = join_pieces(round_gptq(matrix, kept, scale, limit=FOUR_LIMIT).integers, 1)[0]
     values = np.full((scales.shape[0], scales.shape[1] * block), _MIDDLE, np.uint8)
     values[:, :depth] = (found.astype(np.int16) + _MIDDLE).astype(np.uint8)
     values = values.reshape(*scales.shape, block)

@@ -1,7 +1,4 @@
-"""Converts weights to fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks.
-
-Blocks that look wrong are reported: those of zeros only, and clipped ones.
-"""
+"""Converts weights to fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +7,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
@@ -22,38 +19,6 @@ from edgekit.prepare.interface import name_nodes
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
 from edgekit.quantize.weight_only.blocks import BlockForm, learn_blocks, pack_weights
-
-# Usually only a few per cent of a block's weights lie at an end of the range: a choice.
-_CLIPPED_SHARE = 0.25
-# The index of the input with the weights, by operator.
-_WEIGHTS = {"MatMulNBits": 1, "GatherBlockQuantized": 0}
-
-
-def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields a line for each node with symmetric 4-bit weights that has all-zero or clipped blocks.
-
-    A block is clipped if more than a quarter of its values lie at an end of the range. A table that a MatMulNBits reads
-    too is reported for that node.
-    """
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        place = _WEIGHTS.get(node.op_type)
-        bits = next((helper.get_attribute_value(item) for item in node.attribute if item.name == "bits"), 4)
-        if place is None or bits != 4 or any(node.input[3:4]):
-            continue
-        names = (node.input[place], node.input[2])
-        if any(name not in stored for name in names):
-            continue
-        packed, scales = (numpy_helper.to_array(stored[name]) for name in names)
-        flat = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), scales.size // len(packed), -1)
-        empty = (flat == 8).all(axis=2) | (scales.reshape(flat.shape[:2]) == 0)
-        clipped = ~empty & (((flat == 0) | (flat == 15)).mean(axis=2) > _CLIPPED_SHARE)
-        for what, found in (("hold zeros alone", empty), ("are clipped", clipped)):
-            if found.any():
-                line, block = np.argwhere(found)[0]
-                first = f"the first is block {block} of {'column' if place else 'row'} {line}"
-                yield f"node '{node.name}': {np.count_nonzero(found)} of {found.size} blocks {what}; {first}"
-
 
 # float16 rounds numbers below 3e-8 to zero. The converter raises constants to the same.
 _LEAST_EPSILON = 1e-7
@@ -106,7 +71,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 """The block sizes that ONNX Runtime's kernels take (onnxruntime/contrib_ops/cpu/quantization/matmul_nbits.cc)."""
 
 
-BlockRounding = Literal["nearest", "comq"]
+BlockRounding = Literal["nearest", "gptq"]
 ACCURACY_LEVELS = (0, 1, 2, 3, 4)
 """The values of MatMulNBits' attribute `accuracy_level` (ContribOperators.md)."""
 
@@ -115,7 +80,7 @@ class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the weights, and the names of nodes whose weights are not changed.
 
     In blocks `block` values share a scale, and `accuracy_level` is that of MatMulNBits (4 lets kernels quantize
-    activations to int8 dynamically). `rounding` of 4-bit weights is to nearest, or by COMQ with samples. With `lpbq`
+    activations to int8 dynamically). `rounding` of 4-bit weights is to nearest, or by GPTQ with samples. With `lpbq`
     scales are restricted to those that Qualcomm's HTP can represent (low-power block quantization).
     """
 
@@ -128,17 +93,13 @@ class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SmallWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes whose weights were compressed (`changed`) or kept by option, and the sizes of the ONNX model in bytes.
-
-    `notes` name blocks that look wrong: of zeros only, or clipped.
-    """
+    """The nodes whose weights were compressed (`changed`) or kept by option, and the sizes of the model in bytes."""
 
     form: WeightForm
     changed: tuple[str, ...]
     kept: tuple[str, ...]
     size_before: int
     size_after: int
-    notes: tuple[str, ...]
 
 
 class WeightOnlyModel(SmallWeights, frozen=True, kw_only=True):
@@ -209,5 +170,4 @@ def compress_weights(
         kept=options.kept,
         size_before=model.size_bytes,
         size_after=written.size_bytes,
-        notes=tuple(lint_blocks(read_proto(written).graph)) if options.form == "int4" else (),
     )
