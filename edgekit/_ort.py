@@ -203,34 +203,45 @@ def _leave_weights(model: Path | bytes) -> tuple[Path | bytes, dict[str, str]]:
     return model, {}
 
 
-def _hint(message: str) -> str:
-    if "Opset" in message or "opset" in message:
-        return "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"
-    if "construct locale" in message:
-        return (
-            "StringNormalizer wants a locale that this machine lacks, and a device may lack it too: apt-get install"
-            " locales && locale-gen en_US.UTF-8, or lower the text before the model: TfidfVectorizer(lowercase=False)"
-        )
-    if "NOT_IMPLEMENTED" in message:
-        return "the model uses an operator, or an element type of one, that this ONNX Runtime does not have"
-    if "is not a registered function/op" in message:
-        return "give the library that has the operator, if the command takes one: --custom-ops LIB.so"
+_NO_LOCALE = (
+    "StringNormalizer wants a locale that this machine lacks, and a device may lack it too: apt-get install"
+    " locales && locale-gen en_US.UTF-8, or lower the text before the model: TfidfVectorizer(lowercase=False)"
+)
+# What to do about an error of ONNX Runtime: the first whose pattern occurs in the message, with its group as {0}.
+_HINTS = (
+    ("[Oo]pset", "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"),
+    ("construct locale", _NO_LOCALE),
+    ("NOT_IMPLEMENTED", "the model uses an operator, or an element type of one, that this ONNX Runtime does not have"),
+    # In ONNX's own domain: tf2onnx leaves what it cannot convert, such as TensorFlow's Erfc of an exact GELU.
+    (r"No Op registered for (\w+)", "export the model with operators of ONNX, which has no {0}"),
+    (
+        "is not a registered function/op",
+        "give the library that has the operator, if the command takes one: --custom-ops LIB.so",
+    ),
     # flatbuffers_utils.cc, where a model is saved in ORT format.
-    if "We do not support type" in message:
-        return (
-            "the ORT format holds tensors, sequences and maps: end the model at these, edgekit prepare --outputs NAMES"
-        )
+    (
+        "We do not support type",
+        "the ORT format holds tensors, sequences and maps: end the model at these, edgekit prepare --outputs NAMES",
+    ),
     # A voice detector has one branch for 8 kHz and one for 16, of which only one fits a fixed length.
-    if "Op (If)" in message:
-        return "a branch of an If does not fit; make the input that chooses it a constant: --freeze INPUT=NUMBER"
+    (
+        r"Op \(If\)",
+        "a branch of an If does not fit; make the input that chooses it a constant: --freeze INPUT=NUMBER",
+    ),
     # The session opened, so it is the values: an index beyond a table, sizes that do not fit each other.
-    if "while running" in message:
-        return "the inputs do not fit this node: give samples such as the app has, or look at the node's inputs"
-    if "same node name" in message:
-        return "give nodes names of their own: edgekit prepare MODEL --out FILE"
-    if "serialization failed" in message:
-        return "is the disk full? free some space, or set TMPDIR to a larger place"
-    return "check that the model runs in ONNX Runtime: edgekit inspect MODEL"
+    (
+        "while running",
+        "the inputs do not fit this node: give samples such as the app has, or look at the node's inputs",
+    ),
+    ("same node name", "give nodes names of their own: edgekit prepare MODEL --out FILE"),
+    ("serialization failed", "is the disk full? free some space, or set TMPDIR to a larger place"),
+    ("", "check that the model runs in ONNX Runtime: edgekit inspect MODEL"),
+)
+
+
+def _hint(message: str) -> str:
+    found = ((re.search(pattern, message), hint) for pattern, hint in _HINTS)
+    return next(hint.format(*match.groups()) for match, hint in found if match is not None)
 
 
 def _session_options(settings: SessionSettings) -> Any:

@@ -194,6 +194,7 @@ BRANCHES = """g (bool c, float[2] x) => (y) {
     ("graph", "hint"),
     [
         ("g (float[2] x) => (float[2] y) { y = com.acme.Magic(x) }", "--custom-ops LIB.so"),
+        ("g (float[2] x) => (float[2] y) { y = Erfc(x) }", "with operators of ONNX, which has no Erfc"),
         ("g (float[2] x) => (float[2] y) { [n] a = Relu(x) [n] y = Abs(a) }", "edgekit prepare MODEL --out FILE"),
         ("g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu(x) }", "or an element type of one, that this"),
         (BRANCHES, "--freeze INPUT=NUMBER"),

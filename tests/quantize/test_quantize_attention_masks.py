@@ -115,6 +115,22 @@ def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:
     assert calibration.ranges["minmax"]["m"].low == pytest.approx(lowest, rel=2e-3)
 
 
+def test_low_scores_of_a_classifier_are_no_mask(tmp_path: Path) -> None:
+    """A classifier may have no score above -1000 for some samples: its rows count, as nothing there can hide one."""
+    text = "g (float[1,8] x) => (float[1,4] y) { m = Gemm(x, w, b) y = Softmax(m) }"
+    bias = np.full(4, -3000, np.float32)
+    model = make_model(text, tmp_path / "m.onnx", {"w": (8, 4)}, {"b": bias})
+    random = np.random.default_rng(2)
+    samples = make_samples([{"x": (3000 * random.normal(size=(1, 8))).astype(np.float32)} for _ in range(16)])
+    calibration, _ = quantize(model, samples, "qnn", tmp_path)
+    proto = onnx.load(str(model.path))
+    proto.graph.output.append(onnx.ValueInfoProto(name="m"))
+    session = CpuSession(proto.SerializeToString(), SessionSettings())
+    highest = [float(session.run(sample)["m"].max()) for sample in samples]
+    assert min(highest) < -1000 < max(highest)
+    assert calibration.ranges["minmax"]["m"].low < min(highest)
+
+
 def test_a_huge_weight_that_hides_nothing_is_left_alone(tmp_path: Path) -> None:
     text = "g (float[1,4] x) => (float[1,4] y) { m = Add(x, b) y = Relu(m) }"
     model = make_model(text, tmp_path / "m.onnx", constants={"b": np.full(4, -1e9, np.float32)})

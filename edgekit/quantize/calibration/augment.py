@@ -215,9 +215,10 @@ class _Builder:
             self._rows.setdefault((op, scores.tensor), self._reduce_axes(op, scores.tensor, last, keepdims=1))
             for op in ("ReduceMin", "ReduceMax")
         )
-        seen = self._node("Greater", [highest, self._number(float_graph.MASK_VALUE / 10)])
         least = self._node("Sub", [highest, self._number(scores.margin)])
-        least = self._node("Where", [seen, least, self._number(0.0)])
+        if scores.may_hide_rows:
+            seen = self._node("Greater", [highest, self._number(float_graph.MASK_VALUE / 10)])
+            least = self._node("Where", [seen, least, self._number(0.0)])
         return self._flatten(self._node("ReduceMin", [self._node("Max", [lowest, least])], keepdims=0))
 
     def pick(self, name: str, count: int) -> str:

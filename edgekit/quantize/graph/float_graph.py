@@ -132,12 +132,14 @@ class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
     Values down to `margin` below the highest of a row matter.
 
     `added` are the tensors that are added to it before the Softmax. A mask must be further below zero than their values
-    differ, or it hides nothing.
+    differ, or it hides nothing. If it `may_hide_rows`, a row without a value above MASK_VALUE / 10 is one that a mask
+    hides. Where no mask is, as before the Softmax of a classifier, it is a row like the others, however low it lies.
     """
 
     tensor: str
     margin: float
     added: tuple[str, ...] = ()
+    may_hide_rows: bool = True
 
 
 def clamp_masks(graph: onnx.GraphProto, folder: Path) -> None:
@@ -192,7 +194,22 @@ def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
             if node.op_type == "Add"
             for name, other in (tuple(node.input), tuple(node.input)[::-1])
         ]
-    return tuple(found.values())
+    return tuple(
+        msgspec.structs.replace(each, may_hide_rows=_may_hide_rows(graph, each.tensor)) for each in found.values()
+    )
+
+
+def _may_hide_rows(graph: Graph, tensor: str) -> bool:
+    """Returns False if the tensor is made only of products with weights and of constants that are no masks."""
+    if graph.is_float_constant(tensor):
+        value = graph.constant(tensor)
+        return value is not None and bool(np.min(value, initial=0.0) <= MASK_VALUE / 10)
+    if not graph.is_float(tensor):
+        return False
+    node = graph.producers.get(tensor)
+    if node is None or node.op_type not in _SHAPE_OPS | _MASKING_OPS | {"Concat"}:
+        return node is None or node.op_type not in WITH_BIAS | {"MatMul"}
+    return any(_may_hide_rows(graph, name) for name in node.input)
 
 
 def is_masked(low: float, high: float, lowest_counting: float) -> bool:
