@@ -25,6 +25,7 @@ from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.moments import MOMENTS
 from edgekit.quantize.calibration.store import StoredArrays, write_arrays
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
+from edgekit.quantize.finer_weights import NORM
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.auto import Judged, plan_minmax
@@ -65,10 +66,12 @@ def test_a_rounding_that_meets_no_numbers_is_left_out(net: Model, many: Calibrat
     assert "holds no numbers" in memo.budget.failed["rounding gptq"]
 
 
-def test_targets_that_differ_in_sign_share_the_judgement(net: Model, many: Calibration) -> None:
-    memo = Memo()
+def test_targets_that_differ_in_sign_share_the_judgement(tmp_path: Path) -> None:
+    text = SILU_NET.replace("s = Sigmoid(c) m = Mul(c, s)", "m = Relu(c)")
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
+    calibration, memo = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work"), Memo()
     nnapi, xnnpack = (
-        plan_quantization(net, many, load_target(name), "int8", memo=memo) for name in ("nnapi", "xnnpack")
+        plan_quantization(model, calibration, load_target(name), "int8", memo=memo) for name in ("nnapi", "xnnpack")
     )
     assert nnapi.judged == xnnpack.judged
     assert len(memo.judged) == 2  # quick roundings, and those that learn
@@ -213,29 +216,19 @@ def test_second_moments_are_tried_if_they_may_pay(reached: float, unrounded: flo
     assert needs_moments(reached, unrounded, weights) is needed
 
 
-def test_a_judgement_is_shared_only_by_what_leads_to_the_same_compared_tensors(tmp_path: Path) -> None:
-    text = SILU_NET.replace("y = Gemm<transB=1>(f, w2)", "z = Gemm<transB=1>(f, w2) y = Softmax(z)")
-    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
+def test_a_judgement_is_shared_by_plans_that_differ_in_the_target_or_in_signs_alone(tmp_path: Path) -> None:
+    model = make_model(SILU_NET, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
     calibration = calibrate_model(model, random_samples(model, count=8), work=tmp_path / "work")
     draft = draft_of(model, calibration, "nnapi")
-    plan = draft.plan
-    assert set(plan.grids) == {"s", "y"}
 
     def digest(**changes: object) -> str:
-        return digest_draft(msgspec.structs.replace(draft, plan=msgspec.structs.replace(plan, **changes)))
+        return digest_draft(msgspec.structs.replace(draft, plan=msgspec.structs.replace(draft.plan, **changes)))
 
-    def floats(name: str, reason: str = "") -> tuple[FloatNode, ...]:
-        return (*plan.float_nodes, FloatNode(name=name, op=name[3:], reason=reason))
-
-    behind, before = {"s": plan.grids["s"]}, {"y": plan.grids["y"]}
-    ops = {op: tuple(each for each in plan.op_types if each != op) for op in ("Softmax", "Sigmoid")}
-    assert digest(grids=behind) == digest(op_types=ops["Softmax"]) == digest(float_nodes=floats("n6_Softmax"))
-    assert digest() == digest(grids=behind) == digest(target="qnn")
-    changed = {digest(grids=before), digest(op_types=ops["Sigmoid"]), digest(float_nodes=floats("n5_Gemm"))}
-    assert len({digest(), digest(rounding="bias"), *changed}) == 5
-    assert digest(float_nodes=floats("n5_Gemm", "told")) == digest(float_nodes=floats("n5_Gemm"))
-    # The logits are float then, and it shows whether what reads them rounds them.
-    assert digest(float_nodes=floats("n5_Gemm"), grids=behind) != digest(float_nodes=floats("n5_Gemm"))
+    ops = tuple(each for each in draft.plan.op_types if each != "Sigmoid")
+    assert digest() == digest(target="qnn") == digest(unsigned_ops=("MatMul",))
+    floats = (*draft.plan.float_nodes, FloatNode(name="n5_Gemm", op="Gemm", reason=""))
+    changed = (digest(grids={}), digest(op_types=ops), digest(float_nodes=floats), digest(rounding="bias"))
+    assert len({digest(), digest(unsigned_ops=(NORM,)), *changed}) == 6
 
 
 def test_the_quick_ratio_is_that_of_roundings_that_do_not_learn(net: Model, many: Calibration) -> None:

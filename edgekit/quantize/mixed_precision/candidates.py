@@ -271,44 +271,11 @@ def judge_plan(draft: Draft) -> Candidate:
 
 
 def digest_draft(draft: Draft) -> str:
-    """Returns a digest of all that the judgement depends on: the plan of the nodes before the compared tensors.
-
-    A Softmax after compared logits is left out, so that targets which differ only there share the judgement. It is
-    included if a float node makes the logits: then the plan of the Softmax decides whether Q and DQ lie between.
-    """
-    graph, plan = draft.graph, draft.plan
-    compared = draft.compared
-    leading = _find_leading(graph, [each.tensor for each in compared])
-    floats = {node.name for node in plan.float_nodes}
-    for each in compared:
-        maker = graph.producers.get(each.tensor)
-        if maker is None or maker.name in floats:
-            leading.add(each.reader)
-    nodes = [node for node in graph.nodes if node.name in leading]
-    made, ops = {name for node in nodes for name in node.output}, {node.op_type for node in nodes}
-    kept = [msgspec.structs.replace(node, reason="") for node in plan.float_nodes if node.name in leading]
-    facts = msgspec.structs.replace(
-        plan,
-        target="",
-        judged=(),
-        # Unsigned weights represent the same numbers as signed ones, except for gains of normalizations.
-        unsigned_ops=tuple({NORM} & ops & {*plan.unsigned_ops}),
-        op_types=tuple(op for op in plan.op_types if op in ops),
-        grids={name: grid for name, grid in plan.grids.items() if name in made},
-        float_nodes=tuple(kept),
-    )
+    """Returns a digest of all that the judgement of a draft depends on, which targets with one plan share."""
+    plan = draft.plan
+    # Unsigned weights represent the same numbers as signed ones, except for gains of normalizations.
+    facts = msgspec.structs.replace(plan, target="", judged=(), unsigned_ops=tuple({NORM} & {*plan.unsigned_ops}))
     return digest_bytes(msgspec.json.encode((facts, draft.calibration.outputs), order="sorted"))
-
-
-def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
-    """Returns the names of the nodes that compute some tensors, directly or indirectly."""
-    found, waiting = set[str](), list(tensors)
-    while waiting:
-        maker = graph.producers.get(waiting.pop())
-        if maker is not None and maker.name not in found:
-            found.add(maker.name)
-            waiting += maker.input
-    return found
 
 
 def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgement:

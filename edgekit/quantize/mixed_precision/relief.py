@@ -13,7 +13,6 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from edgekit._files import digest_bytes
 from edgekit.graph.graph import Graph
 from edgekit.quantize._ort_quantizer import find_plan_grids
 from edgekit.quantize.accuracy.loss import GOOD_DB
@@ -251,8 +250,7 @@ def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1)
     """
     unsigned, effort = draft.use_unsigned(), draft.effort
     worst = next(each for each in _RANKED if each >= count)
-    plan = msgspec.structs.replace(unsigned.plan, judged=(), target="")
-    measured = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs), order="sorted"))
+    measured = candidates.digest_draft(unsigned)
     key = f"{measured}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
