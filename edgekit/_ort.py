@@ -48,6 +48,10 @@ _TRANSLATED: tuple[type[Exception], ...] = (
 )  # fmt: skip
 
 
+# What ONNX Runtime says where shapes contradict each other: the node, its operator, and what is wrong.
+_UNFIT = re.compile(r"Node \((.*?)\) Op \((?!If\)|Loop\)|Scan\))(.*?)\) \[ShapeInferenceError\] (.*)")
+
+
 def describe_untested(version: str = VERSION) -> str | None:
     """Returns a warning if a version of ONNX Runtime is newer than every tested one, else None."""
     numbers = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (version, *TESTED_VERSIONS)]
@@ -182,6 +186,10 @@ def translated(subject: str) -> Generator[None]:
         text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
         # The other lines are a stack trace with file names of the machine that built ONNX Runtime.
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+        if found := _UNFIT.search(first):
+            words = f"the sizes in '{subject}' do not fit each other at node '{found[1]}' ({found[2]}): {found[3]}"
+            hint = "give sizes that do: --dim NAME=INT, or export it again"
+            raise RuntimeRefusal(hide_work(words[:600]), hint=hint) from error
         message = hide_work(f"ONNX Runtime refuses '{subject}': {first[:400]}")
         raise RuntimeRefusal(message, hint=_hint(first)) from error
 

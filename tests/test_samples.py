@@ -197,8 +197,8 @@ def test_a_file_without_labels_is_refused_in_one_line(tmp_path: Path) -> None:
         ({"x": ROWS[:0]}, "no sample"),
         ({}, "no sample"),
         ({"x": np.float32(1)}, "is a scalar, and each sample needs its own"),
-        ({"x": np.array([{}], object)}, "holds objects or is in Fortran order"),
-        ({"x": np.asfortranarray(ROWS)}, "holds objects or is in Fortran order"),
+        ({"x": np.array([{}], object)}, "holds Python objects"),
+        ({"x": np.asfortranarray(ROWS)}, "is in Fortran order"),
     ],
 )
 def test_npz_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, object], message: str) -> None:

@@ -144,6 +144,7 @@ def _check_regular(path: Path, name: str, folder: Path) -> None:
     hint = "build the bundle again"
     # Without this file, the folder may be of another kind, or contain several bundles.
     if name in _KINDS:
+        hint = "give a folder that edgekit build made, or build it again"
         others = [what for other, what in _KINDS.items() if other != name and (folder / other).is_file()]
         places = [place for depth in ("*", "bundles/*") for place in folder.glob(f"{depth}/{name}")]
         inside = sorted(place.parent.relative_to(folder).as_posix() for place in places)

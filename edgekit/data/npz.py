@@ -120,9 +120,12 @@ def _read_column(file: IO[bytes], name: str, path: Path) -> _Column:
         words = f"array '{name}' of '{path}' is a scalar, and each sample needs its own"
         raise DataError(words, hint=f"numpy.full(SAMPLES, {name}); or make it a constant: --freeze {name}=NUMBER")
     # Objects would be unpickled, which runs code.
-    if dtype.hasobject or fortran:
-        words = f"array '{name}' of '{path}' holds objects or is in Fortran order"
-        raise DataError(words, hint="save plain arrays with one row a sample: numpy.ascontiguousarray(array)")
+    if dtype.hasobject:
+        hint = "save numbers: numpy.stack(samples); samples of unequal size as a folder with a file for each"
+        raise DataError(f"array '{name}' of '{path}' holds Python objects", hint=hint)
+    if fortran:
+        words = f"array '{name}' of '{path}' is in Fortran order, so that a sample cannot be read by itself"
+        raise DataError(words, hint="save numpy.ascontiguousarray(array)")
     return _Column(file=file, dtype=dtype, shape=tuple(shape[1:]), count=shape[0])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from edgekit._files import move_file, work_folder
+from edgekit._files import move_file, require_apart, work_folder
 from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
 from edgekit.check.macs import assume_sizes, choose_sizes
@@ -367,6 +367,7 @@ def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Pro
         EdgekitError: the model or an option is wrong.
     """
     changes = options.changes
+    require_apart([out], [source.path, *(source.path.parent / name for name in source.external_files)])
     if options.external is False:
         refuse_inline(source)
     progress("prepare the model")

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError, reraised
 from edgekit.model import soundness
-from edgekit.model.external import LISTS_OF_TREES, list_files, load_external, point_into, skim_model
+from edgekit.model.external import LISTS_OF_TREES, list_files, load_external, point_into, read_place, skim_model
 from edgekit.model.tensors import TensorSpec, name_dim
 from edgekit.target import read_version
 
@@ -123,6 +123,11 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     if flaw := next(soundness.find_flaws(proto), None):
         raise ModelError(f"'{path}' is no valid ONNX model: {flaw}", hint="export it again")
     external = _find_external(path, proto)
+    for place in filter(None, map(read_place, iterate_tensors(proto.graph))):
+        end, has = place.offset + place.length, (path.parent / place.file).stat().st_size
+        if end > has:
+            words = f"'{path}' needs {end} bytes of external data '{place.file}', which has {has}: it is cut off"
+            raise ModelError(words, hint="copy or download both files again")
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
     opset, newest, last = opsets.get(_MAIN_DOMAIN, 1), onnx.defs.onnx_opset_version(), ORT_FORMATS[-1]
     if opset > newest:

@@ -199,3 +199,25 @@ def test_a_slice_behind_a_window_that_does_not_fit_ends_no_command(
     save_net(text, tmp_path / "m.onnx", w=np.ones((2, 1, 9, 9), np.float32), **two)
     np.savez(tmp_path / "s.npz", x=np.ones((2, 1, 1, 4, 4), np.float32))
     assert "an input is too small for this network" in refused(command[0], "m.onnx", *command[1:])
+
+
+@pytest.mark.parametrize("command", ["inspect", "check", "bench", "tune"])
+def test_weights_that_are_cut_off_are_told_at_once(command: str, refused: Refused, tmp_path: Path) -> None:
+    proto = onnx.load(str(save_classifier(tmp_path / "m.onnx").path))
+    onnx.save(proto, str(tmp_path / "m.onnx"), save_as_external_data=True, location="w", size_threshold=0)
+    os.truncate(tmp_path / "w", 9)
+    assert "external data 'w', which has 9: it is cut off" in refused(command, "m.onnx")
+
+
+def test_sizes_that_do_not_fit_each_other_are_told_without_the_words_of_onnx_runtime(
+    refused: Refused, tmp_path: Path
+) -> None:
+    save_net("(float[n,4] x, float[m,4] z) => (float[k,4] y) { y = Add(x, z) }", tmp_path / "m.onnx")
+    told = refused("prepare", "m.onnx", "--dim", "n=3", "--dim", "m=4", "--out", "p.onnx")
+    assert "the sizes in 'm.onnx' do not fit each other at node 'Add_y' (Add)" in told
+    assert "ONNXRuntimeError" not in told
+
+
+def test_a_model_is_not_prepared_over_itself(refused: Refused, tmp_path: Path) -> None:
+    save_classifier(tmp_path / "m.onnx")
+    assert "would be written over one that is read" in refused("prepare", "m.onnx", "--out", "m.onnx")
