@@ -388,12 +388,23 @@ def fix_pads(writer: Writer) -> None:
 
     tf2onnx writes an `output_shape`, which Core ML's provider refuses and other rewrites of ConvTranspose do not read.
     """
-    graph, node, made, given = writer.graph, writer.node, writer.made[2:], dict(writer.node.attributes)
-    padding = given.pop("auto_pad", "NOTSET")
-    need(given.pop("output_shape", None) or padding in {"SAME_LOWER", "SAME_UPPER"})
-    given.pop("pads", None)
-    bare = msgspec.structs.replace(node, attributes=given)
-    size, kernel = writer.shape()[2:], known(graph.value(node.input[1]).static_shape)[2:]
+    node = writer.node
+    given = {name: value for name, value in node.attributes.items() if name not in _PADDING}
+    pads = known(find_pads(writer))
+    writer.add("ConvTranspose", node.input, **given, pads=pads)
+
+
+_PADDING = frozenset({"auto_pad", "output_shape", "pads"})
+
+
+def find_pads(writer: Writer) -> list[int] | None:
+    """Returns the pads that the `output_shape` or `auto_pad` of a ConvTranspose stands for, None if it has neither."""
+    node, made, given = writer.node, writer.made[2:], dict(writer.node.attributes)
+    if not given.get("output_shape") and given.get("auto_pad", "NOTSET") not in {"SAME_LOWER", "SAME_UPPER"}:
+        return None
+    size, kernel = writer.shape()[2:], known(writer.graph.value(node.input[1]).static_shape)[2:]
+    kept = {name: value for name, value in given.items() if name not in _PADDING}
+    bare = msgspec.structs.replace(node, attributes={"kernel_shape": kernel, **kept})
     need(len(size) == len(kernel) == len(made) and has_windows(bare, len(made)))
     whole = place_windows(bare, size, kernel).sizes
     surplus = [size - wanted for size, wanted in zip(whole, made, strict=True)]
@@ -401,8 +412,8 @@ def fix_pads(writer: Writer) -> None:
     smaller = [each // 2 for each in surplus]
     larger = [each - half for each, half in zip(surplus, smaller, strict=True)]
     # An odd pad lies at the end with SAME_UPPER, else at the beginning.
-    begins, ends = (smaller, larger) if padding == "SAME_UPPER" else (larger, smaller)
-    writer.add("ConvTranspose", node.input, **given, pads=[*begins, *ends])
+    begins, ends = (smaller, larger) if given.get("auto_pad") == "SAME_UPPER" else (larger, smaller)
+    return [*begins, *ends]
 
 
 @node_rewrite("floor-pool", {"AveragePool", "MaxPool"}, since=10)

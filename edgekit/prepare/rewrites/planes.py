@@ -10,6 +10,7 @@ from edgekit.graph.match import known, need
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, reshape_tensor, rewrite
 from edgekit.model.model import find_reads, refill
 from edgekit.model.tensors import Array
+from edgekit.prepare.rewrites.layout import find_pads
 
 # The shapes of Reshapes to [N, C, 1, L] and back; 0 keeps a dimension, -1 is the rest.
 _PLANE, _LINE = (0, 0, 1, -1), (0, 0, -1)
@@ -164,12 +165,13 @@ def transposed_to_subpixel(writer: Writer) -> None:
     need(len(size) == len(weight.dims) == len(made) == max(_RANKS))
     need(step > 1 and set(strides) == {step} and len(strides) == _AXES)
     need({*(node.entries("dilations") or (1,)), node.integer("group", 1)} == {1})
-    need("output_shape" not in given and given.get("auto_pad", "NOTSET") == "NOTSET")
+    fixed = find_pads(writer)
+    need(fixed is not None or given.get("auto_pad", "NOTSET") == "NOTSET")
     need(not graph.is_external(node.input[1]) and 0 not in (*size, *made))
     inputs, outputs, *kernel = weight.dims
     taps = [-(-each // step) for each in kernel]
     # The blocks that are needed: the first, and the one behind the last.
-    pads = node.entries("pads") or (0,) * 2 * _AXES
+    pads = fixed or node.entries("pads") or (0,) * 2 * _AXES
     need(len(pads) == 2 * _AXES)
     begin = pads[:_AXES]
     first = [each // step for each in begin]
