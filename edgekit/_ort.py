@@ -187,7 +187,7 @@ def translated(subject: str) -> Generator[None]:
         # The other lines are a stack trace with file names of the machine that built ONNX Runtime.
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         if found := _UNFIT.search(first):
-            words = f"the sizes in '{subject}' do not fit each other at node '{found[1]}' ({found[2]}): {found[3]}"
+            words = f"ONNX Runtime refuses '{subject}': sizes do not fit at node '{found[1]}' ({found[2]}): {found[3]}"
             hint = "give sizes that do: --dim NAME=INT, or export it again"
             raise RuntimeRefusal(hide_work(words[:600]), hint=hint) from error
         message = hide_work(f"ONNX Runtime refuses '{subject}': {first[:400]}")
