@@ -107,7 +107,8 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
     if len(kinds) > 1:
         if missing := next((path for path in (old, new) if not path.exists()), None):
             raise UsageError(f"there is nothing at '{missing}'", hint="check the path of the model or bundle")
-        raise UsageError(f"'{old}' and '{new}' are a model and a bundle", hint="give two models or two bundles")
+        words = f"of '{old}' and '{new}', one is a model (.onnx or .ort) and the other is none"
+        raise UsageError(words, hint="give two models or two bundles")
     names: dict[str, Any] = {"old": str(old), "new": str(new)}
     if kinds == {True}:
         # The one file of each side, whatever its name is.
