@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 SAMPLE_RATE = 16000
 Array = np.ndarray[Any, Any]
@@ -28,6 +28,27 @@ def draw_image(rng: np.random.Generator, shape: tuple[int, ...], photos: Path) -
     values = np.asarray(crop, np.float32).transpose(2, 0, 1)[None] / 255
     values = (values - 0.5) * rng.uniform(0.6, 1.2) + 0.5 + rng.uniform(-0.15, 0.15, (1, 3, 1, 1))
     return np.asarray((np.clip(values[..., :: rng.choice([-1, 1])], 0, 1) - 0.45) / 0.225, np.float32)
+
+
+def draw_letters(rng: np.random.Generator, shape: tuple[int, ...], _: Path) -> Array:
+    """Returns pictures [1, 3, H, W] of five turned letters and digits between lines, in the scale of `draw_image`.
+
+    A reader of captchas reads about one doubtful letter in a photograph, so photographs do not tell what it loses.
+    """
+    height, width = shape[2:]
+    image = Image.new("RGB", (width, height), tuple(int(value) for value in rng.integers(190, 256, 3)))
+    font = ImageFont.load_default(0.55 * height)
+    for place in range(5):
+        letter = Image.new("L", (width // 4, height))
+        text = "0123456789abcdefghijklmnopqrstuvwxyz"[rng.integers(36)]
+        ImageDraw.Draw(letter).text((width // 16, 0), text, 255, font)
+        ink = tuple(int(value) for value in rng.integers(0, 120, 3))
+        corner = (int((place + rng.uniform(-0.1, 0.2)) * width * 0.18), int(rng.integers(height // 5)))
+        image.paste(ink, corner, letter.rotate(rng.uniform(-20, 20)))
+    for _line in range(3):
+        ends = [tuple(int(value) for value in rng.integers(0, image.size)) for _end in range(2)]
+        ImageDraw.Draw(image).line(ends, tuple(int(value) for value in rng.integers(60, 200, 3)))
+    return np.asarray((np.asarray(image, np.float32).transpose(2, 0, 1)[None] / 255 - 0.45) / 0.225, np.float32)
 
 
 def draw_sound(rng: np.random.Generator, shape: tuple[int, ...], _: Path) -> Array:
@@ -69,7 +90,8 @@ def draw_bytes(rng: np.random.Generator, shape: tuple[int, ...], _: Path) -> Arr
 
 
 DRAWS: Mapping[str, Draw] = {
-    "image": draw_image, "sound": draw_sound, "spectrum": draw_spectrum, "tokens": draw_words, "bytes": draw_bytes
+    "image": draw_image, "letters": draw_letters, "sound": draw_sound, "spectrum": draw_spectrum,
+    "tokens": draw_words, "bytes": draw_bytes,
 }  # fmt: skip
 
 

@@ -15,6 +15,12 @@ _SCALING = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _MOST_STEPS = 1024
 
 
+@node_rewrite("step-lstm", {"LSTM"}, since=13)
+def write_lstm_step(writer: Writer) -> None:
+    """Rewrites an LSTM of one step, whose state the app keeps, to operators that NNAPI and Core ML have."""
+    _write_steps(writer, most=1)
+
+
 @node_rewrite("split-lstm", {"LSTM"}, since=13)
 def split_lstm(writer: Writer) -> None:
     """Rewrites an LSTM with a fixed number of steps to Gemm, Sigmoid, Tanh, Mul and Add for each step, for QNN.
@@ -23,6 +29,10 @@ def split_lstm(writer: Writer) -> None:
     the state. As single operators they are exact to half precision, and so is a GRU (targets/qnn/NOTES.md). The
     computation stays float, also between Q and DQ.
     """
+    _write_steps(writer, _MOST_STEPS)
+
+
+def _write_steps(writer: Writer, most: int) -> None:
     node, graph, source = writer.node, writer.graph, writer.x
     # Behind Q and DQ nodes the shape of the sequence may be unknown.
     while graph.static_shape(source) is None and (maker := graph.producers.get(source)) is not None:
@@ -33,7 +43,7 @@ def split_lstm(writer: Writer) -> None:
     steps, rows, _ = shape
     turns, size = _DIRECTIONS.get(node.attributes.get("direction", "forward"), ()), node.integer("hidden_size", 0)
     need(not any(node.attributes.get(name) for name in ("clip", "input_forget", "layout")))
-    need(has_default_activations(node) and size > 0 and 0 < steps * len(turns) <= _MOST_STEPS)
+    need(has_default_activations(node) and size > 0 and bool(turns) and 0 < steps <= most)
     need(not node.has_input(_LENGTHS) and not node.has_input(_PEEPHOLES))
 
     def reshape(name: str, part: str, sizes: Sequence[int]) -> str:
