@@ -49,7 +49,7 @@ _TRANSLATED: tuple[type[Exception], ...] = (
 
 
 # What ONNX Runtime says where shapes contradict each other: the node, its operator, and what is wrong.
-_UNFIT = re.compile(r"Node \((.*?)\) Op \((?!If\)|Loop\)|Scan\))(.*?)\) \[ShapeInferenceError\] (.*)")
+_UNFIT = re.compile(r"^(?!.*Op \((?:If|Loop|Scan)\)).*?Node \((.*?)\) Op \((.*?)\) \[ShapeInferenceError\] (.*)")
 
 
 def describe_untested(version: str = VERSION) -> str | None:
