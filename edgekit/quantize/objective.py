@@ -107,12 +107,14 @@ def measure_loss(compared: ComparedTensor, expected: Array) -> Callable[[Array],
 
 
 def _list_decisions(value: Array, compared: ComparedTensor) -> Array:
-    """Returns logits [decisions, classes], or scores [decisions, 1], at positions spread over the whole tensor."""
-    if compared.family == "classes":
-        rows = np.moveaxis(value, compared.axis, -1).reshape(-1, value.shape[compared.axis])
-    else:
-        rows = value.reshape(-1, 1)
-    return rows[sample_positions(len(rows), max(1, _MOST_VALUES // rows.shape[1]))]
+    """Returns logits [decisions, classes], or scores [decisions, 1], at positions spread over the whole tensor.
+
+    The decisions lie side by side in memory: numpy is slow to reduce a last axis of two classes.
+    """
+    classes = value.shape[compared.axis] if compared.family == "classes" else 1
+    columns = (np.moveaxis(value, compared.axis, 0) if classes > 1 else value).reshape(classes, -1)
+    most = max(1, _MOST_VALUES // classes)
+    return (columns if columns.shape[1] <= most else columns[:, sample_positions(columns.shape[1], most)]).T
 
 
 def measure_classes(logits: Array) -> Callable[[Array], tuple[float, Array]]:
@@ -121,8 +123,8 @@ def measure_classes(logits: Array) -> Callable[[Array], tuple[float, Array]]:
     The squared error [N] is that of each transformed decision.
     """
     one = _root_probabilities(logits)
-    signal = float(((one - one.mean(axis=0)) ** 2).sum(dtype=np.float64))
-    return lambda others: (signal, ((one - _root_probabilities(others)) ** 2).sum(axis=1))
+    signal = float(((one - one.mean(axis=1, keepdims=True)) ** 2).sum(dtype=np.float64))
+    return lambda others: (signal, ((one - _root_probabilities(others)) ** 2).sum(axis=0))
 
 
 def measure_scores(scores: Array) -> Callable[[Array], tuple[float, Array]]:
@@ -136,9 +138,10 @@ def measure_scores(scores: Array) -> Callable[[Array], tuple[float, Array]]:
 
 
 def _root_probabilities(logits: Array) -> Array:
-    """Returns the square roots of the probabilities, for which the Fisher information of a categorical is constant."""
-    roots = np.exp(0.5 * (logits.astype(np.float32) - logits.max(axis=1, keepdims=True)))
-    return np.asarray(roots / np.sqrt((roots**2).sum(axis=1, keepdims=True)))
+    """Returns the square roots of probabilities [classes, N], whose Fisher information as a categorical is constant."""
+    columns = np.ascontiguousarray(logits.T, np.float32)
+    roots = np.exp(0.5 * (columns - columns.max(axis=0)))
+    return np.asarray(roots / np.sqrt((roots**2).sum(axis=0)))
 
 
 def _list_following(graph: Graph, name: str, ops: frozenset[str] = _ORDERLY | {"Concat"}) -> Iterator[str]:

@@ -281,6 +281,26 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     assert some[0].name == every[0].name
 
 
+@pytest.mark.parametrize("worst", [3, 80])
+def test_a_ranking_takes_three_runs_for_each_activation_or_eleven_for_each_sought(worst: int, tmp_path: Path) -> None:
+    layers = " ".join(f"h{index} = MatMul(x{index}, w) x{index + 1} = Tanh(h{index})" for index in range(20))
+    text = f"g (float[1,16] x0) => (float[1,16] y) {{ {layers} y = MatMul(x20, w) }}"
+    model = make_model(text, tmp_path / "m.onnx", {"w": (16, 16)})
+    calibration, plan = plan_model(model, tmp_path, "qnn", random_samples(model, count=32))
+    draft = Draft(graph=read_float_graph(model), calibration=calibration, plan=plan)
+    qdq = build_qdq(draft.graph, plan, draft.statistics, "m")
+    runs: Noises = {}
+    found = rank_activations(draft, qdq, bound=Bound(worst=worst, most=999, samples=4, guesses={}), known=runs)
+    assert len(found) == 42
+    assert len(runs) <= (3 * len(found) if worst > len(found) else 11 * worst + 1)
+    # The worst are judged by all samples.
+    every = {
+        each.name: each.sqnr_db
+        for each in rank_activations(draft, qdq, bound=Bound(worst=99, most=999, samples=4, guesses={}))
+    }
+    assert found[0].sqnr_db == every[found[0].name]
+
+
 @pytest.mark.parametrize(
     ("at", "guess", "worst", "most", "runs"),
     [(0, 1.0, 8, 99, 56), (99, 1.0, 8, 99, 56), (140, 1.0, 8, 99, 56), (99, 1e-4, 3, 28, 28)],

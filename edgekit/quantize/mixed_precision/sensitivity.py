@@ -107,9 +107,9 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-# How many held-out samples rank activations if all are ranked; a search (`Bound`) takes the first of them. A choice, to
-# save time.
-_SAMPLES = 6
+# How many held-out samples rank activations without a `Bound`, and how many of the worst all samples of a bound judge.
+# Choices, to save time.
+_SAMPLES, _JUDGED_BY_ALL = 6, 8
 # The number of spans that activations are divided into at first, and the largest number of judged spans for each of the
 # worst activations that are sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
@@ -223,39 +223,42 @@ def rank_activations(
 ) -> tuple[TensorError, ...]:
     """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
-    With a `bound` only sources of values count (`switch_activations`). The worst are searched by bisection
-    (`search_spans`) over its samples, or over fewer of them if there are many activations. The worst found are then
-    judged by all samples of the bound; the others follow with an equal share of their span's noise. Activations for
-    which the budget leaves no time come last. `known` holds what earlier rankings of the same graph measured, and is
-    filled.
+    With a `bound` only sources of values count (`switch_activations`). Few are judged by two samples each, more by one;
+    of many the worst are searched by bisection (`search_spans`). Then activations are halved, and samples doubled, so
+    that the worst are judged by all (sequential halving, Z. Karnin, T. Koren and O. Somekh 2013). Chance misplaces an
+    activation only among others of about the same noise, and the less noise they make, the less it matters. Activations
+    for which the budget leaves no time come last. `known` holds what earlier rankings of the same graph measured, and
+    is filled.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    graph, most = draft.graph, 1 if bound is not None and bound.samples == 1 else _SAMPLES
+    graph = draft.graph
     proto, names = switch_activations(qdq, graph, sources=bound is not None)
     # Rounded weights, and what rounding them left in the heap, would lie beside the session.
     del qdq
     release_memory()
     switches = {name: f"{name}.edgekit.switched" for name in names}
-    switched = Switched(draft, proto, switches, most, budget, known)
-    samples: Sequence[int] = range(switched.count)
-    ratios, alone = [np.inf] * len(names), [range(index, index + 1) for index in range(len(names))]
-    # For few activations, judging each by all samples takes no more runs than a search.
-    if bound is not None and len(names) * len(samples) > min((_SPANS_EACH + bound.samples) * bound.worst, bound.most):
+    switched = Switched(draft, proto, switches, _SAMPLES if bound is None else bound.samples, budget, known)
+    ratios, alone = [np.inf] * len(names), [*range(len(names))]
+    few = 1 if bound is None else min(2, max(1, _SPANS_EACH * bound.worst // max(1, len(names))))
+    wanted = (_SAMPLES,) if bound is None else (few, 2 * few, bound.samples)
+    steps = [*dict.fromkeys(min(each, switched.count) for each in wanted)]
+    if bound is not None and len(names) > min((_SPANS_EACH + 1) * bound.worst, bound.most):
         guesses = [bound.guesses.get(name, 0.0) for name in names]
         # Guesses may be wrong: half of each weight is the guess, the other half is the same for all.
         total = max(sum(guesses), _TINY)
         guesses = [each / total + 1 / len(guesses) for each in guesses]
-        samples = samples[: bound.samples]
-        few = samples[: max(1, _SPANS_EACH * bound.worst // len(names))]
         ratios = search_spans(
-            guesses, lambda spans: [*switched.judge(spans, few)], bound.worst, bound.most, judges_both=bound.samples > 1
+            guesses, lambda spans: [*switched.judge(spans, 1)], bound.worst, bound.most, judges_both=bound.samples > 1
         )
-        worst = sorted(alone, key=lambda span: ratios[span.start])[: bound.worst]
-        alone = worst if len(few) < len(samples) else []
-    for span, ratio in zip(alone, switched.judge(alone, samples), strict=False):
-        ratios[span.start] = ratio
+        steps, alone = steps[1:], sorted(alone, key=ratios.__getitem__)[: bound.worst]
+    for samples in steps:
+        spans = [range(index, index + 1) for index in alone]
+        for index, ratio in zip(alone, switched.judge(spans, samples), strict=False):
+            ratios[index] = ratio
+        half = len(alone) // 2 if bound is None else min(len(alone) // 2, bound.worst)
+        alone = sorted(alone, key=ratios.__getitem__)[: max(half, _JUDGED_BY_ALL)]
     ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
     errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))
@@ -270,7 +273,7 @@ def measure_float16(draft: Draft, qdq: onnx.ModelProto, names: Sequence[str]) ->
     proto, found = switch_activations(qdq, draft.graph, only=names, as_float16=True)
     switched = Switched(draft, proto, {name: f"{name}.edgekit.switched" for name in found}, _SAMPLES)
     spans = [range(index, index + 1) for index in range(len(found))]
-    return dict(zip(found, switched.judge(spans, range(switched.count)), strict=True))
+    return dict(zip(found, switched.judge(spans, switched.count), strict=True))
 
 
 class Switched:
@@ -314,9 +317,9 @@ class Switched:
         self._losses: dict[int, list[Callable[[Array], Array]]] = {}
         self._budget = budget
 
-    def judge(self, spans: Sequence[range], samples: Sequence[int]) -> Iterator[float]:
-        """Yields the ratio in dB with each span of activations or weights quantized, while time is left."""
-        began = time.monotonic()
+    def judge(self, spans: Sequence[range], count: int) -> Iterator[float]:
+        """Yields the ratio in dB over the first `count` samples for each quantized span, while time is left."""
+        began, samples = time.monotonic(), range(count)
         for sample in samples:
             self._feed(sample)
             if sample not in self._losses:

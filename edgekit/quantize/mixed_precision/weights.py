@@ -173,7 +173,7 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     proto = switch_weights(graph, {layer.node: rounded[layer.node] for layer in layers})
     made = {node.name: node.output[0] for node in graph.nodes}
     switched = Switched(draft, proto, {made[layer.node]: made[layer.node] for layer in layers}, _SAMPLES)
-    ratios = switched.judge([range(index, index + 1) for index in range(len(layers))], range(switched.count))
+    ratios = switched.judge([range(index, index + 1) for index in range(len(layers))], switched.count)
     return tuple(
         WeightError(name=layer.weight, size=layer.groups * layer.outputs * layer.inputs, noise=10 ** (-ratio / 10))
         for layer, ratio in zip(layers, ratios, strict=True)
