@@ -5,7 +5,7 @@ import enum
 import functools
 import importlib
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -14,6 +14,7 @@ import onnxruntime as _ort
 
 from edgekit._files import hide_work
 from edgekit.errors import ModelError, RuntimeRefusal
+from edgekit.machine import may_saturate
 from edgekit.model.external import point_into
 from edgekit.model.model import Model, has_large_weights_inside
 from edgekit.model.tensors import Array, Tensors, flatten_value
@@ -80,6 +81,15 @@ _LEVELS: dict[Level, Any] = {
 }
 
 
+EXACT_SUMS: Mapping[str, str] = {"session.x64quantprecision": "1", "session.qdqisint8allowed": "0"}
+"""The session config entries with which an x64 without VNNI adds products of 8 bits in 32 bits, as a phone does.
+
+Otherwise pairs of u8 x s8 products are added in 16 bits, which saturate (VPMADDUBSW). The first entry makes s8 weights
+u8, for which there is no kernel with s8 activations: the second makes these u8 too. Neither changes a file in ORT
+format. With VNNI all sums have 32 bits, and products would only be slower: the runs of ViT-S by 1.4 times.
+"""
+
+
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a session on the CPU provider; `libraries` are libraries of custom operators.
 
@@ -114,16 +124,27 @@ class CpuSession:
     def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str | None = None) -> None:
         name = subject or (str(model) if isinstance(model, Path) else "the model")
         source, config = _leave_weights(model) if settings.save_to is None else (model, {})
-        with translated(name):
-            self._session: Any = _ort.InferenceSession(
+
+        def open_session(**more: str) -> Any:
+            entries = {**more, **settings.config, **config}
+            return _ort.InferenceSession(
                 str(source) if isinstance(source, Path) else source,
-                _session_options(msgspec.structs.replace(settings, config={**settings.config, **config})),
+                _session_options(msgspec.structs.replace(settings, config=entries)),
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
                 # With the fallback, the Python package opens another session on the CPU provider if the first fails,
                 # and only prints a line about it.
                 enable_fallback=False,
             )
+
+        with translated(name):
+            self._session: Any = None
+            # A file that is written must not depend on the CPU that writes it.
+            if settings.save_to is None and may_saturate():
+                # ONNX Runtime 1.31 fails with it if weights share a zero point.
+                with contextlib.suppress(*_TRANSLATED):
+                    self._session = open_session(**EXACT_SUMS)
+            self._session = self._session or open_session()
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
         self._name = name

@@ -47,8 +47,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 MOST_AT_ONCE = 4
 """Chosen by hand: each concurrent piece of work needs memory of its own."""
 
-VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
-"""Matches the flags of an x86 CPU with VNNI: multiply-accumulate of 8-bit values in 32 bits."""
+_VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -76,6 +75,19 @@ def describe_machine() -> dict[str, str]:
 def read_cpu_flags() -> str:
     """Returns the flags of this machine's x86 CPU, "" where there are none."""
     return _read_cpu("flags")
+
+
+def has_vnni() -> bool:
+    """Returns True for an x86 CPU with VNNI: instructions that multiply 8-bit values and accumulate in 32 bits."""
+    return _VNNI.search(read_cpu_flags()) is not None
+
+
+def may_saturate() -> bool:
+    """Returns True for an x86 CPU that is not known to have VNNI.
+
+    ONNX Runtime then adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW).
+    """
+    return platform.machine().lower() in {"x86_64", "amd64"} and not has_vnni()
 
 
 def _read_cpu(begin: str) -> str:

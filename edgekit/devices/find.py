@@ -31,7 +31,7 @@ from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
 from edgekit.errors import DeviceError, UsageError, require_known
 from edgekit.evidence import Evidence
-from edgekit.machine import VNNI, cache_folder, read_cpu_flags
+from edgekit.machine import cache_folder, has_vnni
 from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_targets
 from edgekit.serialize import read_toml, suggest_key
@@ -458,7 +458,7 @@ def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
         targets_here = [max(targets_here, key=lambda target: len(target.fallback))]
     found = [target.name for target in targets_here]
     targets = [name for given in recipe.targets for name in (found if given == _AUTO else [given])]
-    arch = "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"
+    arch = "x64-vnni" if has_vnni() else "x64"
     arch = "arm64" if platform.machine().lower() in {"arm64", "aarch64"} else arch
     settings = {"arch": arch, **recipe.settings} if "cpu" in targets else recipe.settings
     return msgspec.structs.replace(recipe, targets=tuple(dict.fromkeys(targets)), settings=settings)

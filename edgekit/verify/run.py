@@ -21,7 +21,7 @@ from edgekit.devices.parallel import run_each, run_together
 from edgekit.devices.recorded import Recorded
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
-from edgekit.machine import describe_machine, read_cpu_flags
+from edgekit.machine import describe_machine
 from edgekit.progress import Progress, say_nothing
 from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Form, TaskLimit, Verification
@@ -343,7 +343,7 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
 
 def _list_traps(trial: _Trial, outputs: Sequence[OutputReport], located: Located | None) -> Iterator[str]:
     """Yields the known traps that may explain why a run does not pass."""
-    yield from suspects.list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
+    yield from suspects.list_traps(trial.bundle, trial.run, trial.job)
     # A device that shows what is inside also shows its inputs; a recorded run, such as an app's, does not.
     wrong = () if located is not None and located.layer is not None else _name_wrong(outputs, trial)
     own = trial.bundle.find_model("onnx") if "onnx" in trial.bundle.manifest.forms else trial.job.model

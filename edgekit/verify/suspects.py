@@ -14,11 +14,12 @@ from onnx import numpy_helper
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
-from edgekit.devices.device import DeviceRun
+from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.local.host import ARCH_SOCS
+from edgekit.devices.process.run import find_exact_sums
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
-from edgekit.machine import VNNI
+from edgekit.machine import may_saturate, read_cpu_flags
 from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
@@ -133,16 +134,14 @@ _LEAST_ROUNDED = 4
 _SAFE = 64
 
 
-def list_traps(bundle: Bundle, run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[str]:
-    """Yields each known trap that this run may have met, in words that say what to do.
-
-    `cpu_flags` are the CPU flags of the machine, or "" if they are unknown or it is no x86.
-    """
+def list_traps(bundle: Bundle, run: DeviceRun, job: Job) -> Iterator[str]:
+    """Yields each known trap that this run of a job may have met, in words that say what to do."""
     # An x86 CPU without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW).
     own = run.evidence in {Evidence.EMULATED, Evidence.SAME_EP, Evidence.SIMULATOR}
     on_host = own and not run.device.startswith("arm64")
     older = run.device == "host:haswell"
-    if on_host and (older or (cpu_flags and not VNNI.search(cpu_flags))) and may_saturate(model):
+    here = bool(read_cpu_flags()) and may_saturate() and not find_exact_sums(job)
+    if on_host and (older or here) and has_large_weights(job.model):
         where = "the emulated CPU" if older else "this machine's CPU"
         yield (
             f"{where} has no VNNI: ONNX Runtime's products of activations and s8 weights saturate here, not on Arm;"
@@ -175,7 +174,7 @@ def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str
     return f"the saved runtime optimisations were ignored: {ignored}; {remedy}"
 
 
-def may_saturate(model: Path) -> bool:
+def has_large_weights(model: Path) -> bool:
     """Returns True if a quantized ONNX model has signed 8-bit weights whose products, added in pairs, exceed 16 bits.
 
     Weights from -64 to 64 are safe, and so are unsigned ones; signed activations change nothing, because x64 kernels

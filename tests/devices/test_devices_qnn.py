@@ -424,7 +424,7 @@ def test_float_nodes_of_a_build_in_8_bits_are_rewritten(tmp_path: Path) -> None:
     text = f"""g (float[1,4,6,5] x) => (float[1,4,6,5] y, float[1,4,6,5] z) <{_WEIGHTED}>
         {{ c = Conv(x, w) i = Cast<to=7>(c) y = Cast<to=1>(i) z = Conv(c, w) }}"""
     path = parse_model(text, tmp_path / "m.onnx")
-    data = save_rows(tmp_path, np.random.default_rng(0).normal(size=(16, 1, 4, 6, 5)))
+    data = save_rows(tmp_path, 4 * np.random.default_rng(0).normal(size=(16, 1, 4, 6, 5)))
     quantize_for(path, data, tmp_path / "q.onnx", Recipe(targets=("qnn",)))
     made = onnx.load(str(tmp_path / "q.onnx")).graph
     assert {"Cast", "Floor"} & {node.op_type for node in made.node} == {"Floor"}

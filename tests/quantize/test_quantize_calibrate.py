@@ -12,6 +12,7 @@ from fixture_types import present
 from quantize_models import CONV_NET, CONV_SHAPES, make_model, make_samples, random_samples
 from tiny_models import save_net
 
+from edgekit import machine
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import spread_indices
 from edgekit.errors import DataError, EdgekitError, ModelError, UsageError
@@ -408,7 +409,7 @@ def test_numbers_are_the_same_and_int8_is_unsigned_where_products_of_it_are_comp
     kind: str, flags: str, types: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_net(tmp_path / "q.onnx", kind)
-    monkeypatch.setattr(sessions, "read_cpu_flags", lambda: flags)
+    monkeypatch.setattr(machine, "read_cpu_flags", lambda: flags)
     graph, session = open_exactly(path, monkeypatch)
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     assert {str(stored[node.input[2]].dtype) for node in graph.node if node.op_type == "QuantizeLinear"} == types

@@ -94,7 +94,7 @@ def test_products_do_not_saturate_on_any_cpu(model: Model, tmp_path: Path, monke
     qdq = place_plan(open_float_graph(model, calibration), plan, "m")
     sample = {"u": np.random.default_rng(3).standard_normal((4, 256), np.float32)}
     found = open_graph(qdq, tmp_path / "work", keep_float_weights=False).run(sample)["y"]
-    monkeypatch.setattr("edgekit.quantize.graph.sessions.read_cpu_flags", str)
+    monkeypatch.setattr("edgekit.machine.read_cpu_flags", str)
     assert np.array_equal(open_graph(qdq, tmp_path / "work", keep_float_weights=False).run(sample)["y"], found)
 
 

@@ -14,20 +14,23 @@ from tiny_models import parse_net
 from verify_devices import InProcess, from_list, restate
 from verify_models import make_images, save_network
 
+from edgekit import machine
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
-from edgekit.devices.device import DeviceRun, PlacedNode, refuse_run
+from edgekit.devices.device import DeviceRun, Job, PlacedNode, refuse_run
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
+from edgekit.target import load_target
+from edgekit.verify import suspects
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.suspects import (
     find_ignored_optimisations,
     find_input_mistake,
     find_suspects,
+    has_large_weights,
     list_traps,
-    may_saturate,
 )
 
 RNG = np.random.default_rng(0)
@@ -182,24 +185,44 @@ def run_of(*ops: str, device: str = "host", evidence: Evidence = Evidence.EMULAT
     return replace(refused, placement=nodes, placement_source="session", failure=None)
 
 
+def job_of(model: Path, target: str) -> Job:
+    return Job(
+        model=model, target=load_target(target), outputs=(), samples=Samples(source="", count=0, read=lambda: iter(()))
+    )
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
     return make_bundle(tmp_path, target="qnn")
 
 
-def test_saturation_is_named_on_an_x86_without_vnni_only(models: tuple[Model, Model], bundle: Bundle) -> None:
-    float_model, integer_model = (model.path for model in models)
-    assert "saturate here, not on Arm" in next(list_traps(bundle, run_of(), integer_model, NO_VNNI))
-    on_arm = run_of(device="arm64", evidence=Evidence.SAME_EP)
-    assert list(list_traps(bundle, on_arm, integer_model, NO_VNNI)) == []
-    for model, flags, evidence in (
-        (integer_model, VNNI, Evidence.EMULATED),
-        (integer_model, "", Evidence.EMULATED),
-        (integer_model, NO_VNNI, Evidence.DEVICE),
-        (integer_model, NO_VNNI, Evidence.SAME_ARCH),
-        (float_model, NO_VNNI, Evidence.EMULATED),
-    ):
-        assert list(list_traps(bundle, run_of(evidence=evidence), model, flags)) == []
+HERE, HASWELL = run_of(evidence=Evidence.SAME_EP), run_of(device="host:haswell", evidence=Evidence.SAME_EP)
+ON_ARM = run_of(device="arm64", evidence=Evidence.SAME_EP)
+
+
+@pytest.mark.parametrize(
+    ("run", "target", "flags", "form", "is_named"),
+    [
+        (HERE, "openvino", NO_VNNI, 1, True),
+        (HASWELL, "cpu", NO_VNNI, 1, True),
+        # For a phone this machine adds as the phone does (`find_exact_sums`).
+        (HERE, "cpu", NO_VNNI, 1, False),
+        (ON_ARM, "openvino", NO_VNNI, 1, False),
+        (HERE, "openvino", VNNI, 1, False),
+        (HERE, "openvino", "", 1, False),
+        (run_of(evidence=Evidence.DEVICE), "openvino", NO_VNNI, 1, False),
+        (run_of(evidence=Evidence.SAME_ARCH), "openvino", NO_VNNI, 1, False),
+        (HERE, "openvino", NO_VNNI, 0, False),
+    ],
+)
+def test_saturation_is_named_on_an_x86_without_vnni_only(
+    models: tuple[Model, Model], bundle: Bundle, monkeypatch: pytest.MonkeyPatch,
+    run: DeviceRun, target: str, flags: str, form: int, *, is_named: bool,
+) -> None:  # fmt: skip
+    for module in (machine, suspects):
+        monkeypatch.setattr(module, "read_cpu_flags", lambda: flags)
+    traps = [*list_traps(bundle, run, job_of(models[form].path, target))]
+    assert ["saturate here, not on Arm" in trap for trap in traps] == [True] * is_named
 
 
 def test_weights_of_seven_bits_and_unsigned_ones_do_not_saturate(models: tuple[Model, Model], tmp_path: Path) -> None:
@@ -212,19 +235,19 @@ def test_weights_of_seven_bits_and_unsigned_ones_do_not_saturate(models: tuple[M
                 value = (value // 2 if dtype is np.int8 else value.astype(np.int16) + 128).astype(dtype)
                 tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
         onnx.save(changed, str(tmp_path / "safe.onnx"))
-        assert (may_saturate(models[1].path), may_saturate(tmp_path / "safe.onnx")) == (True, False)
+        assert (has_large_weights(models[1].path), has_large_weights(tmp_path / "safe.onnx")) == (True, False)
     (tmp_path / "m.ort").write_bytes(b"ORTM")
-    assert not may_saturate(tmp_path / "m.ort")
-    assert not may_saturate(tmp_path / "none.onnx")
+    assert not has_large_weights(tmp_path / "m.ort")
+    assert not has_large_weights(tmp_path / "none.onnx")
 
 
 def test_another_version_of_the_htp_is_named(bundle: Bundle) -> None:
-    (line,) = list_traps(bundle, run_of(device="qnn-htp-sim:v68"), Path("m.ort"), "")
+    (line,) = list_traps(bundle, run_of(device="qnn-htp-sim:v68"), job_of(Path("m.ort"), "qnn"))
     assert "built for HTP v79, the device is v68" in line
-    assert list(list_traps(bundle, run_of(device="qnn-htp-sim:v79"), Path("m.ort"), "")) == []
-    assert list(list_traps(bundle, run_of(device="qnn-htp-sim"), Path("m.ort"), "")) == []
+    assert list(list_traps(bundle, run_of(device="qnn-htp-sim:v79"), job_of(Path("m.ort"), "qnn"))) == []
+    assert list(list_traps(bundle, run_of(device="qnn-htp-sim"), job_of(Path("m.ort"), "qnn"))) == []
     unset = replace(bundle, manifest=replace(bundle.manifest, settings={}))
-    assert list(list_traps(unset, run_of(device="qnn-htp-sim:v68"), Path("m.ort"), "")) == []
+    assert list(list_traps(unset, run_of(device="qnn-htp-sim:v68"), job_of(Path("m.ort"), "qnn"))) == []
 
 
 def test_saved_optimisations_that_were_ignored_are_a_finding() -> None:

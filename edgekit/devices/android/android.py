@@ -20,7 +20,7 @@ from edgekit.devices.android.nnapi import compute, network, tflite
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
-from edgekit.devices.process.run import describe_job, run_program
+from edgekit.devices.process.run import describe_job, run_program, stand_in
 from edgekit.errors import UsageError, look_up
 from edgekit.evidence import Evidence
 from edgekit.serialize import ready_type
@@ -242,7 +242,8 @@ class Android(Device, frozen=True, kw_only=True):
         # The session's own threads: one beside XNNPACK's pool, as in edgekit's app loaders.
         runtime = str(LOADER.find_library(self.abi))
         threads = job.threads or (1 if provider == XNNPACK else 0 if self.abi == X86_64 else CORES)
-        return describe_job(job, provider=provider, provider_options=options, runtime=runtime, threads=threads)
+        describe = stand_in if self.abi == X86_64 else describe_job
+        return describe(job, provider=provider, provider_options=options, runtime=runtime, threads=threads)
 
     def _enter(self, job: Job, work: Path, served: Served | None) -> tuple[str, ...]:
         """Returns the start of the command: variables that describe the phone, and the emulator of its CPU."""

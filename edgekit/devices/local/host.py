@@ -24,7 +24,7 @@ from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, r
 from edgekit.devices.local.arm64 import CPUS, PYTHON, find_arm64_versions, find_missing_root, run_in_root
 from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.run import check_options, describe_job, python_program, run_program, run_python
+from edgekit.devices.process.run import check_options, describe_job, python_program, run_program, run_python, stand_in
 from edgekit.errors import MissingExtraError, TargetError, look_up, require_known
 from edgekit.evidence import Evidence
 from edgekit.machine import cache_folder
@@ -86,10 +86,11 @@ class Host(CpuDevice, frozen=True, kw_only=True):
             program = python_program(PYTHON) if native is None else native.pack()
             return run_in_root(self, self.cpu, program, job, work)
         if native is not None:
-            request = describe_job(job, runtime=str(native.library))
+            request = stand_in(job, runtime=str(native.library))
             return run_program(self, [str(native.program), "--pipe"], job, request, work)
         emulator = (_QEMU, "-cpu", self.cpu) if self.cpu else ()
-        return run_python(self, job, describe_job(job), work, emulator)
+        request = describe_job(job) if self.cpu else stand_in(job)
+        return run_python(self, job, request, work, emulator)
 
 
 COREML = "CoreMLExecutionProvider"
@@ -229,7 +230,7 @@ class QnnSimulator(Device, frozen=True, kw_only=True):
         except ImportError as error:
             raise MissingExtraError(f"the QNN provider cannot be loaded: {error}", hint=INSTALL_QNN) from error
         library = str(onnxruntime_qnn.get_library_path())
-        request = describe_job(job, provider=QNN, library=library, provider_options=options)
+        request = stand_in(job, provider=QNN, library=library, provider_options=options)
         config = dict(request.session_config)
         _check_context(job.model, options["soc_model"])
         # Each of the two runs has its own process and folder, because QNN keeps state between sessions that breaks the

@@ -8,19 +8,22 @@ import contextlib
 import select
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
 import msgspec
+from onnx import TensorProto
 
-from edgekit._ort import CPU_PROVIDER
+from edgekit._ort import CPU_PROVIDER, EXACT_SUMS
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, PlacedNode, refuse_run
 from edgekit.devices.process import exchange
 from edgekit.errors import DeviceError, ModelError, TargetError, require_known
+from edgekit.machine import may_saturate
 from edgekit.model.external import skim_model
 from edgekit.serialize import fill
 
@@ -31,6 +34,22 @@ REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
 # A device may send anything, so the number and length of what goes into reports is limited.
 _MAX_VERSIONS = 32
+
+
+def find_exact_sums(job: Job) -> Mapping[str, str]:
+    """Returns the session config entries with which this CPU adds products of 8 bits as a phone's does (`EXACT_SUMS`).
+
+    There are none where it does so anyway; for a target on PCs, whose CPU may saturate as this one does; and where
+    weights share a zero point, with which ONNX Runtime 1.31 would make no session.
+    """
+    target = job.target
+    is_for_pcs = not target.is_for_phones or target.settings.get("arch", "").startswith("x64")
+    if not may_saturate() or is_for_pcs or job.model.suffix != ".onnx":
+        return {}
+    graph = skim_model(job.model).graph
+    stored = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.INT8}
+    zeros = Counter(node.input[2] for node in graph.node if len(node.input) == 3 and node.input[0] in stored)
+    return {} if max(zeros.values(), default=1) > 1 else EXACT_SUMS
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +121,12 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -
         custom_ops=tuple(map(str, job.custom_ops)),
     )
     return msgspec.structs.replace(request, **changes)
+
+
+def stand_in(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -> exchange.RunnerJob:
+    """Returns the job for a program on this machine, whose CPU computes what that of a phone will."""
+    request = describe_job(job, provider=provider, **changes)
+    return msgspec.structs.replace(request, session_config={**request.session_config, **find_exact_sums(job)})
 
 
 class _Answer(msgspec.Struct, kw_only=True):

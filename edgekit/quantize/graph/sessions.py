@@ -5,14 +5,12 @@ import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-import msgspec
 import onnx
 from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings, external_config
-from edgekit.errors import RuntimeRefusal
 from edgekit.graph.rewrite import Writer, replace_nodes
-from edgekit.machine import VNNI, read_cpu_flags, trim_heap
+from edgekit.machine import has_vnni, trim_heap
 from edgekit.model.external import move_weight, point_into
 from edgekit.model.model import copy_without_weights, count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
@@ -26,9 +24,6 @@ EXACT_PRODUCTS: Mapping[str, str] = {"session.qdq_matmulnbits_accuracy_level": "
 ONNX Runtime 1.32 turns it into a MatMulNBits, which by default rounds the activations to 8 bits; no target with 16-bit
 activations does that.
 """
-# Without VNNI, x64 adds pairs of u8 x s8 products in 16 bits, which saturate; sessions that judge plans must not. With
-# VNNI all sums have 32 bits, and this setting would only make products slower: the runs of ViT-S by 1.4 times.
-_UNSATURATED: Mapping[str, str] = {"session.x64quantprecision": "1"}
 # From this many bytes on, weights are mapped from a file: inside the protobuf they would be in memory three times while
 # a session is made. Chosen by hand.
 _LARGE_BYTES = 4 << 20
@@ -49,7 +44,7 @@ def open_quantized(path: Path) -> CpuSession:
     graph, opset = proto.graph, read_opset(proto)
     name_nodes(graph)
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    for node in graph.node if VNNI.search(read_cpu_flags()) else ():
+    for node in graph.node if has_vnni() else ():
         if node.op_type == "QuantizeLinear" and types.get((*node.input, "")[2]) == _INT8:
             graph.value_info.append(helper.make_tensor_value_info(node.output[0], _INT8, None))
     write_uint8_activations(graph, opset)
@@ -104,10 +99,6 @@ def open_graph(
 def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
     config = {**EXACT_PRODUCTS, **external_config(folder)}
     settings = SessionSettings(threads=1, one_block=False, in_order=True, config=config, disabled_optimizers=disabled)
-    if not VNNI.search(read_cpu_flags()):
-        # With `session.x64quantprecision` ONNX Runtime 1.31 fails if weights share a zero point.
-        with contextlib.suppress(RuntimeRefusal):
-            return CpuSession(source, msgspec.structs.replace(settings, config={**_UNSATURATED, **config}))
     return CpuSession(source, settings)
 
 

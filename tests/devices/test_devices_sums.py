@@ -1,0 +1,102 @@
+"""Sums of 8-bit products: on a PC whose CPU may saturate, they are those of the phone that it stands in for."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from tiny_models import parse_net
+
+from edgekit import machine
+from edgekit._ort import EXACT_SUMS, CpuSession, Level, SessionSettings
+from edgekit.data.samples import Samples
+from edgekit.devices.device import Job
+from edgekit.devices.local.host import Host
+from edgekit.devices.process.run import find_exact_sums
+from edgekit.model.tensors import TensorSpec
+from edgekit.target import load_target
+
+NO_VNNI, VNNI = "flags : sse avx2", "flags : sse avx2 avx512_vnni"
+KEY = "session.x64quantprecision"
+X = np.random.default_rng(1).normal(size=(4, 64)).astype(np.float32)
+
+
+def save(path: Path, kind: str = "uint8", second: str = "wz2") -> Path:
+    """Writes two MatMuls with weights up to 127, of which pairs of products exceed 16 bits."""
+    zero = 128 if kind == "uint8" else 0
+    proto = parse_net(
+        f"""(float[4,64] x) => (float[4,8] y)
+        <float s = {{0.02}}, float t = {{0.3}}, {kind} z = {{{zero}}}, float ws = {{0.01}}, int8 wz = {{0}},
+         int8 wz2 = {{0}}> {{
+          q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) wd = DequantizeLinear(w, ws, wz) m = MatMul(d, wd)
+          n = QuantizeLinear(m, t, z) e = DequantizeLinear(n, t, z) vd = DequantizeLinear(v, ws, {second})
+          o = MatMul(e, vd) p = QuantizeLinear(o, t, z) y = DequantizeLinear(p, t, z) }}"""
+    )
+    rng = np.random.default_rng(0)
+    for name, shape in {"w": (64, 32), "v": (32, 8)}.items():
+        proto.graph.initializer.append(numpy_helper.from_array(rng.integers(-127, 127, shape).astype(np.int8), name))
+    onnx.save(proto, str(path))
+    return path
+
+
+def make_job(model: Path, target: str, **settings: str) -> Job:
+    spec = TensorSpec(name="y", dtype="float32", shape=(4, 8))
+    rows = Samples(source="x", count=1, read=lambda: iter([{"x": X}]))
+    return Job(model=model, target=load_target(target, settings), outputs=(spec,), samples=rows)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8"])
+def test_this_machine_computes_what_a_phone_does(kind: str, tmp_path: Path) -> None:
+    model = save(tmp_path / "m.onnx", kind)
+    exact = CpuSession(model, SessionSettings(level=Level.DISABLED)).run({"x": X})["y"]
+    assert np.array_equal(CpuSession(model, SessionSettings()).run({"x": X})["y"], exact)
+    run = Host().run(make_job(model, "cpu"), tmp_path / "work")
+    assert run.failure is None
+    assert np.array_equal(next(iter(run.outputs))["y"], exact)
+
+
+@pytest.mark.parametrize(("flags", "entry"), [(NO_VNNI, "1"), ("", "1"), (VNNI, "")])
+def test_sessions_ask_for_exact_sums_where_the_cpu_may_saturate(
+    flags: str, entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "read_cpu_flags", lambda: flags)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    model = save(tmp_path / "m.onnx")
+    assert read_entry(CpuSession(model, SessionSettings())) == entry
+    assert read_entry(CpuSession(model, SessionSettings(config={KEY: "0"}))) == "0"
+    # A file that is written is the same, whatever CPU writes it.
+    assert not read_entry(CpuSession(model, SessionSettings(save_to=tmp_path / "o.onnx")))
+    # ONNX Runtime makes no session then.
+    shared = save(tmp_path / "shared.onnx", second="wz")
+    assert not read_entry(CpuSession(shared, SessionSettings()))
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    assert not read_entry(CpuSession(model, SessionSettings()))
+
+
+def read_entry(session: CpuSession) -> str:
+    options = session._session.get_session_options()
+    try:
+        return str(options.get_session_config_entry(KEY))
+    except RuntimeError:
+        return ""
+
+
+def test_a_device_of_this_machine_adds_exactly_for_phones_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    model, shared = save(tmp_path / "m.onnx"), save(tmp_path / "shared.onnx", second="wz")
+    for target in ("cpu", "xnnpack", "nnapi", "qnn"):
+        assert find_exact_sums(make_job(model, target)) == EXACT_SUMS
+    for job in (
+        make_job(model, "cpu", arch="x64-vnni"),
+        make_job(model, "openvino"),
+        make_job(shared, "cpu"),
+        msgspec.structs.replace(make_job(model, "cpu"), model=tmp_path / "m.ort"),
+    ):
+        assert not find_exact_sums(job)
+    monkeypatch.setattr(machine, "read_cpu_flags", lambda: VNNI)
+    assert not find_exact_sums(make_job(model, "cpu"))
