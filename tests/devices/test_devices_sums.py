@@ -62,7 +62,7 @@ def test_sessions_ask_for_exact_sums_where_the_cpu_may_saturate(
     flags: str, entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "read_cpu_flags", lambda: flags)
-    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "x86_64")
     model = save(tmp_path / "m.onnx")
     assert read_entry(CpuSession(model, SessionSettings())) == entry
     assert read_entry(CpuSession(model, SessionSettings(config={KEY: "0"}))) == "0"
@@ -71,7 +71,7 @@ def test_sessions_ask_for_exact_sums_where_the_cpu_may_saturate(
     # ONNX Runtime makes no session then.
     shared = save(tmp_path / "shared.onnx", second="wz")
     assert not read_entry(CpuSession(shared, SessionSettings()))
-    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "aarch64")
     assert not read_entry(CpuSession(model, SessionSettings()))
 
 
@@ -87,7 +87,7 @@ def test_a_device_of_this_machine_adds_exactly_for_phones_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
-    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "x86_64")
     model, shared = save(tmp_path / "m.onnx"), save(tmp_path / "shared.onnx", second="wz")
     for target in ("cpu", "xnnpack", "nnapi", "qnn"):
         assert find_exact_sums(make_job(model, target)) == EXACT_SUMS
