@@ -401,3 +401,47 @@ def read_kept(path: Path, kind: type[_T]) -> _T | None:
         return msgspec.json.decode(path.read_bytes(), type=ready_type(kind))
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+
+
+# A larger state was not written by edgekit: a plan takes about 100 bytes a tensor, and a search tries about 10 plans.
+_MAX_STATE_BYTES = 1 << 28
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a search has `done`, with its sha256, and the facts that identify the search, such as the model."""
+
+    key: dict[str, str]
+    sha256: str
+    done: msgspec.Raw
+
+
+def write_state(path: Path, key: Mapping[str, str], done: object) -> None:
+    """Writes what a search has done, from which an interrupted one continues."""
+    encoded = msgspec.json.encode(done)
+    state = _State(key=dict(key), sha256=digest_bytes(encoded), done=msgspec.Raw(encoded))
+    write_file(path, msgspec.json.encode(state))
+
+
+def read_state(path: Path, key: Mapping[str, str], kind: type[_T]) -> _T | None:
+    """Returns what `write_state` wrote; None if there is no file yet.
+
+    Raises:
+        UsageError: the file belongs to another search, was changed, or is no state of a search.
+        OutputError: it cannot be written.
+    """
+    require_place(path)
+    if not path.exists():
+        return None
+    hint = f"remove '{path}' or name another file"
+    try:
+        with open_regular(path) as stream:
+            state = msgspec.json.decode(stream.read(_MAX_STATE_BYTES), type=ready_type(_State))
+        if other := [name for name in key if state.key.get(name) != key[name]]:
+            raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
+        if state.sha256 != digest_bytes(bytes(state.done)):
+            raise UsageError(f"'{path}' was changed after it was written", hint=hint)
+        return msgspec.json.decode(state.done, type=ready_type(kind))
+    except OSError as error:
+        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error

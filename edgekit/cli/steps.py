@@ -175,6 +175,7 @@ def quantize_command(
     labels: Annotated[Path | None, Option("The label of each sample of DATA.", "FILE")],
     metric: options.Metric,
     recipe: Annotated[Path | None, Option("Options in a .toml file, such as [outputs].", "FILE")],
+    state: Annotated[Path | None, Option("Keep the search in FILE: an interrupted one continues from it.", "FILE")],
     cache: options.CacheFolder,
     time_budget: Annotated[
         float | None, options.time_budget("Limit planning to this time; calibrating and writing come on top")
@@ -204,14 +205,18 @@ def quantize_command(
     # Options that would have no effect are errors.
     if chosen.max_drop is not None:
         options.refuse_unused("--method --plan --plan-only", "--max-drop plans by itself")
+    elif state is not None and method != "best":
+        raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT or --method best")
     if plan is not None:
         options.refuse_unused("--method --plan-only --time-budget", "--plan is applied as it stands")
     if plan_only:
         options.refuse_unused("--out --html --labels", "--plan-only writes no model and measures none")
-    options.require_places((out, html), (model, Path(data), labels, plan, preprocess, recipe))
+    options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
     options.require_suffix(out, ".onnx")
     layers = html is not None
-    quantize_options = QuantizeOptions(method=method, plan=plan, cache=cache, layers=layers, time_budget_s=time_budget)
+    quantize_options = QuantizeOptions(
+        method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget
+    )
     if plan_only:
         planned = plan_for(model, source, chosen, quantize_options, progress)
         return Answer(planned, lambda: show_json(planned))

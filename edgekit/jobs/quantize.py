@@ -10,10 +10,14 @@ import msgspec
 from edgekit._files import (
     AnyPath,
     as_path,
+    digest_bytes,
+    digest_file,
+    read_state,
     replacing_file,
     require_apart,
     require_place,
     work_folder,
+    write_state,
 )
 from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
@@ -27,7 +31,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.inspect.inspect import warn_if_random
-from edgekit.jobs.check import describe_share, gain_on_target
+from edgekit.jobs.check import describe_share, gain_on_target, list_versions
 from edgekit.jobs.forms import warn_of_fp16_loss
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
@@ -45,10 +49,10 @@ from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
 from edgekit.quantize.mixed_precision.goal_search import find_plan
-from edgekit.quantize.mixed_precision.plan_search import Search, Searched, write_chosen
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched, Trial, write_chosen
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.qdq import plan_calibration
-from edgekit.quantize.ranges import EXACT, RANGE_METHODS
+from edgekit.quantize.ranges import AUTO_METHODS, EXACT
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
 from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport
 from edgekit.report.tables import describe_layers, describe_trials
@@ -67,12 +71,13 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     With the method "auto" plans are compared by their estimated drop until one loses little, with "best" until one
     loses nothing. Others are range methods, used without a search. A `max_drop` in the recipe replaces both goals.
 
-    `cache` is the folder that keeps calibrations. With `layers` each activation is also quantized alone. After
-    `time_budget_s` seconds no further plan is tried.
+    `state` is the file from which a search continues, `cache` the folder that keeps calibrations. With `layers` each
+    activation is also quantized alone. After `time_budget_s` seconds no further plan is tried.
     """
 
     method: str = "auto"
     plan: AnyPath | None = None
+    state: AnyPath | None = None
     cache: AnyPath | None = None
     layers: bool = False
     time_budget_s: float | None = None
@@ -107,7 +112,7 @@ def quantize_for(
     metric or top-1; without, it is estimated.
 
     Raises:
-        EdgekitError: the model, the data, the recipe or the plan is wrong, or the target takes no integers.
+        EdgekitError: the model, the data, the recipe, the plan or the state is wrong, or the target takes no integers.
     """
     start, options_given = time.monotonic(), options or QuantizeOptions()
     model, out = as_path(model), as_path(out)
@@ -162,7 +167,7 @@ def plan_for(
     """Returns the plan for the one target of the recipe, without writing a model.
 
     Raises:
-        EdgekitError: the model, the data, or the recipe is wrong, or the target takes no integers.
+        EdgekitError: the model, the data, the recipe or the state is wrong, or the target takes no integers.
     """
     how = msgspec.structs.replace(options or QuantizeOptions(), plan=None)
     with work_folder() as work:
@@ -212,6 +217,23 @@ def _open_job(
     facts = accept_pixels(checked, partial(takes_raw_pixels, graph))
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)
+    known, keep = dict[str, Trial](), None
+    if how.state is not None:
+        # The measured drops of a state are valid for the same labels only.
+        files = [data.labels, *sorted(data.labels.rglob("*"))] if data.labels is not None else []
+        measured = str([limit, *(digest_file(file) for file in files if file.is_file())])
+        key = {
+            "model": fixed.model.sha256,
+            "samples": facts.sha256,
+            "target": target.name,
+            "settings": msgspec.json.encode(target.settings, order="sorted").decode(),
+            "precision": precision,
+            "labels": digest_bytes(measured.encode()),
+            "outputs": msgspec.json.encode(outputs, order="sorted").decode(),
+            **list_versions(),
+        }
+        known = {trial.step: trial for trial in read_state(as_path(how.state), key, tuple[Trial, ...]) or ()}
+        keep = partial(write_state, as_path(how.state), key)
     max_labelled = None if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=max_labelled, work=work)
     start = time.monotonic()
@@ -237,6 +259,8 @@ def _open_job(
         memo=Memo(budget=budget.keep_back((time.monotonic() - start) * len(reference.indices) / samples.count)),
         progress=progress,
         may_widen=recipe.precision == "auto",
+        known=known,
+        keep=keep,
     )
     # With labels, plans are not judged by a part of the samples first.
     if labels is None:
@@ -268,7 +292,7 @@ def _choose_statistics(how: QuantizeOptions, plan: QuantPlan | None) -> tuple[tu
         # A plan has its ranges: more statistics are needed only to fit weights.
         return EXACT, how.layers or plan.rounding != "nearest" or bool(plan.factors)
     is_open = how.method in _CHOOSING_METHODS
-    return tuple(RANGE_METHODS) if is_open else (how.method,), how.layers or is_open
+    return AUTO_METHODS if is_open else (how.method,), how.layers or is_open
 
 
 def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:

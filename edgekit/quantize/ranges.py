@@ -1,4 +1,4 @@
-"""Range methods: they choose the range of an activation from its statistics (min-max, percentile, MSE).
+"""Range methods: they choose the range of an activation from its statistics (min-max, moving average, percentile, MSE).
 
 The range is the interval that the integers cover; values outside are clipped. Histograms widen with their data, and do
 not depend on its order. If only a nonlinearity reads a tensor, errors are measured after it. The inputs and the output
@@ -286,20 +286,29 @@ def quantization_errors(
     return measure
 
 
+MOVING_AVERAGE = "moving-average"
+"""The mean over the samples of a tensor's lowest and highest value: a moving average without decay.
+
+So the order of the samples does not matter.
+"""
+
 RANGE_METHODS: dict[str, Callable[[TensorRange, Histogram, Nonlinearity | None], TensorRange]] = {
     "minmax": lambda exact, _histogram, _reader: exact,
+    MOVING_AVERAGE: lambda mean, _histogram, _reader: mean,
     "mse": mse_range,
     "percentile-99.99": lambda exact, histogram, reader: percentile_range(exact, histogram, 99.99, reader),
     "percentile-99.9": lambda exact, histogram, reader: percentile_range(exact, histogram, 99.9, reader),
 }
-"""Every range method, by the name that plans and options use; "auto" compares them with each other.
+"""Every range method, by the name that plans and options use.
 
-Each takes a tensor's lowest and highest value, its histogram, and the nonlinearity that alone reads it. None of them is
-the best on every network of tools/bench/quantize_zoo.py. The percentiles clip a ten-thousandth and a thousandth of the
-values: of the 4096 picked from one sample, about 0.4 and 4.
+Each takes a tensor's lowest and highest value (the moving average their means), its histogram, and the nonlinearity
+that alone reads it. The percentiles clip a ten-thousandth and a thousandth of the values: of the 4096 picked from one
+sample, about 0.4 and 4.
 """
-EXACT = ("minmax",)
+EXACT = ("minmax", MOVING_AVERAGE)
 """The range methods that need no histogram."""
+AUTO_METHODS = tuple(name for name in RANGE_METHODS if name != MOVING_AVERAGE)
+"""The range methods that "auto" compares: none is the best on every network of tools/bench/quantize_zoo.py."""
 
 METHODS = ("auto", "best", *RANGE_METHODS)
 """The range methods that a user may choose."""

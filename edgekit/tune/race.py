@@ -14,7 +14,7 @@ from statistics import geometric_mean
 import msgspec
 import numpy as np
 
-from edgekit._files import open_regular, require_place, write_file
+from edgekit._files import read_state, write_state
 from edgekit._ort import VERSION
 from edgekit.bench.bench import ROUNDS, Block, run_block
 from edgekit.bench.latency import Ratio, compare_rounds, measure_round
@@ -22,9 +22,8 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples, list_samples
 from edgekit.devices.device import Device, Job
-from edgekit.errors import DeviceError, EdgekitError, UsageError
+from edgekit.errors import DeviceError, EdgekitError
 from edgekit.model.tensors import Tensors
-from edgekit.serialize import ready_type
 from edgekit.target import Thresholds
 from edgekit.tune.space import Goal
 from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
@@ -171,44 +170,12 @@ def _run(setup: RaceSetup, job: Job) -> Block:
     return run_block(setup.device, job, runs, setup.seconds, setup.guess_ms)
 
 
-# A round takes some hundred bytes per entrant, and a search has a few hundred rounds.
-_MAX_JOURNAL_BYTES = 1 << 26
-
-
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that were measured one after another, once each, and the seconds that this took."""
 
     entrants: tuple[Entrant, ...]
     measured: tuple[Measurement, ...]
     seconds: float
-
-
-class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    key: dict[str, str]
-    rounds: tuple[Round, ...]
-
-
-def _read_rounds(path: Path, key: Mapping[str, str]) -> tuple[Round, ...]:
-    """Returns the rounds in the file of an interrupted search; none if there is no file yet.
-
-    Raises:
-        UsageError: the file belongs to another search, or is no state of a search.
-        OutputError: it cannot be written.
-    """
-    require_place(path)
-    if not path.exists():
-        return ()
-    hint = f"remove '{path}' or name another file"
-    try:
-        with open_regular(path) as stream:
-            stored = msgspec.json.decode(stream.read(_MAX_JOURNAL_BYTES), type=ready_type(_Stored))
-    except OSError as error:
-        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
-    if other := [name for name in key if stored.key.get(name) != key[name]]:
-        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
-    return stored.rounds
 
 
 class Journal:
@@ -229,7 +196,7 @@ class Journal:
         self._measure, self._path = measure, path
         self.budget_s = budget_s
         self._key = {**(key or {}), "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}"}
-        self._recorded = () if path is None else _read_rounds(path, self._key)
+        self._recorded = () if path is None else read_state(path, self._key, tuple[Round, ...]) or ()
         self.rounds: list[Round] = []
 
     @property
@@ -262,7 +229,7 @@ class Journal:
         measured = measure_round(number, entrants, self._measure)
         self.rounds.append(Round(entrants=tuple(entrants), measured=measured, seconds=time.monotonic() - start))
         if self._path is not None:
-            write_file(self._path, msgspec.json.encode(_Stored(key=self._key, rounds=tuple(self.rounds))))
+            write_state(self._path, self._key, self.rounds)
         return measured
 
 

@@ -128,12 +128,14 @@ def test_a_plan_for_other_settings_of_the_target_is_refused(
 UNFIT: dict[str, tuple[tuple[str, ...], str]] = {
     "all targets": (("--target", "all"), "for one target at a time"),
     "a goal that is no number": (("--max-drop", "nan"), "'nan' is no number"),
+    "a state without a goal": (("--state", "s.json"), "--state keeps what a search tries"),
+    "a state of a range method": (("--state", "s.json", "--method", "mse"), "--state keeps what a search tries"),
     "a plan and a method": (("--plan", "plan.txt", "--method", "mse"), "--plan is applied as it stands"),
     "a plan and its printing": (("--plan-only",), "--plan-only writes no model"),
     "a plan of other bits": (("--target", "qnn", "--plan", "plan.txt", "--precision", "int16"), "the plan is of int8"),
     "a goal and a method": (("--max-drop", "1", "--method", "mse"), "--max-drop plans by itself"),
     "a page over the model": (("--html", "m.onnx"), "'m.onnx' would be written over one that is read"),
-    "a page over the result": (("--html", "q.onnx"), "over another one that is written"),
+    "a state over the page": (("--max-drop", "1", "--state", "p", "--html", "p"), "over another one that is written"),
     "a page in no folder": (("--html", "m.onnx/p.html"), "cannot write 'm.onnx/p.html'"),
 }
 
@@ -152,12 +154,18 @@ def test_options_that_do_not_fit_are_refused_before_work_starts(
     assert not Path("q.onnx").exists()
 
 
-def test_the_best_method_is_the_search_for_a_goal_of_losing_nothing(folder: Path, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("best.onnx", "goal.onnx")]
-    for file, how in zip(files, (("--method", "best"), ("--max-drop", "0")), strict=True):
-        assert quantize(folder, *how, out=file, target="qnn") in {0, 1}
+def test_the_best_method_is_a_search_that_a_state_keeps(folder: Path, tmp_path: Path) -> None:
+    state, files = tmp_path / "s.json", [tmp_path / name for name in ("best.onnx", "again.onnx", "goal.onnx")]
+    for file, how in zip(files, (("--method", "best"), ("--method", "best"), ("--max-drop", "0")), strict=True):
+        assert quantize(folder, *how, "--state", state, out=file, target="qnn") in {0, 1}
+        steps = [trial["step"] for trial in json.loads(state.read_text())["done"]]
+        assert steps[0] == "all"
+        assert len(set(steps)) == len(steps)
     assert len({file.read_bytes() for file in files}) == 1
-    assert quantize(folder, "--method", "best", "--plan-only", target="qnn") == 0
+    trials = json.loads(state.read_text())["done"]
+    state.unlink()
+    assert quantize(folder, "--method", "best", "--state", state, "--plan-only", target="qnn") == 0
+    assert json.loads(state.read_text())["done"] == trials
 
 
 @pytest.mark.parametrize("command", ["quantize", "build"])

@@ -1,5 +1,8 @@
-"""The search for a plan that meets a goal: stops early, and says no."""
+"""The search for a plan that meets a goal: stops early, goes on from its state, and says no."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -15,12 +18,14 @@ from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.mixed_precision.plan_search import Goal, Trial, choose_trial
 from edgekit.recipe import Data, Recipe
 from edgekit.report.html import render_quantization
+from edgekit.report.summary import QuantizeReport
 
 pytestmark = pytest.mark.slow
 
 DATA = Data(source=str(CALIBRATION))
 RECIPE = Recipe(targets=("nnapi",), samples=32)
 GOAL = Goal(max_drop=0.005, is_given=True)
+SEARCHED = msgspec.structs.replace(RECIPE, max_drop=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +76,75 @@ def test_where_nothing_may_be_lost_two_tenths_of_a_point_are_worth_the_integers(
     assert choose_trial(trials, Goal(max_drop=0.0, is_given=True)).chosen.step == step
 
 
-def test_a_search_stops_at_the_first_plan_that_is_good_enough(tmp_path: Path) -> None:
-    write_small_net(tmp_path / "small.onnx", tmp_path / "small.npz")
-    data, recipe = Data(source=str(tmp_path / "small.npz")), msgspec.structs.replace(RECIPE, max_drop=20.0)
-    report = quantize_for(tmp_path / "small.onnx", data, tmp_path / "q.onnx", recipe)
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, QuantizeReport]:
+    """A folder with a net, its samples, the model that a search found, and the state of that search."""
+    folder = tmp_path_factory.mktemp("searched")
+    write_small_net(folder / "small.onnx", folder / "small.npz")
+    return folder, _search(folder)
+
+
+def _search(folder: Path, recipe: Recipe | None = None, said: list[str] | None = None) -> QuantizeReport:
+    data, options = Data(source=str(folder / "small.npz")), QuantizeOptions(state=folder / "state.json")
+    told = [] if said is None else said
+    return quantize_for(folder / "small.onnx", data, folder / "q.onnx", recipe or SEARCHED, options, told.append)
+
+
+def test_a_search_stops_at_the_first_plan_that_is_good_enough(searched: tuple[Path, QuantizeReport]) -> None:
+    report = searched[1]
     assert report.met
     assert {entry.step for entry in report.trials} == {"all", "minmax", "all, as the target takes it"}
     assert report.predicted.drop_estimate is not None
     assert report.predicted.drop_estimate <= 0.2
+
+
+def test_a_search_goes_on_from_its_own_state(searched: tuple[Path, QuantizeReport], tmp_path: Path) -> None:
+    folder = shutil.copytree(searched[0], tmp_path / "again")
+    steps: list[str] = []
+    (folder / "q.onnx").unlink()
+    _search(folder, said=steps)
+    assert "nnapi: try 1 of 7 (all), known" in steps
+    assert (folder / "q.onnx").read_bytes() == (searched[0] / "q.onnx").read_bytes()
+    with pytest.raises(UsageError, match=r"state\.json' is of a search for another target"):
+        _search(folder, msgspec.structs.replace(SEARCHED, targets=("xnnpack",)))
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"state\.json' is no state of a search"):
+        _search(folder)
+
+
+@pytest.mark.parametrize("how", ["drop", "version", "range", "pipe"])
+def test_a_changed_state_is_refused(searched: tuple[Path, QuantizeReport], tmp_path: Path, how: str) -> None:
+    path = shutil.copytree(searched[0], tmp_path / "changed") / "state.json"
+    stored = json.loads(path.read_text())
+    if how == "drop":
+        stored["done"][0]["prediction"]["drop_estimate"] = 0.0
+    elif how == "version":
+        stored["key"]["edgekit"] = "0.0.1"
+    else:
+        stored["done"][0]["plan"]["ranges"]["input"] = {"low": 5, "high": -5}
+    path.write_text(json.dumps(stored))
+    if how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    message = {"version": "another edgekit", "pipe": "it is no plain file"}.get(how, "was changed")
+    steps: list[str] = []
+    with pytest.raises(UsageError, match=message):
+        _search(path.parent, said=steps)
+    assert not any("calibrate" in step for step in steps)
+
+
+def test_a_state_of_other_labels_is_refused(small: tuple[Path, Data], tmp_path: Path) -> None:
+    model, data = small
+    labels = tmp_path / "labels.txt"
+    recipe, options = Recipe(targets=("nnapi",), max_drop=50.0), QuantizeOptions(state=tmp_path / "state.json")
+    labelled = msgspec.structs.replace(data, labels=labels)
+    with np.load(data.source) as archive:
+        count = len(archive[archive.files[0]])
+    labels.write_text("0\n" * count)
+    quantize_for(model, labelled, tmp_path / "q.onnx", recipe, options)
+    labels.write_text("1\n" * count)
+    with pytest.raises(UsageError, match="another labels"):
+        quantize_for(model, labelled, tmp_path / "q.onnx", recipe, options)
 
 
 def test_an_applied_plan_gives_the_same_bytes(small: tuple[Path, Data], tmp_path: Path) -> None:

@@ -111,6 +111,10 @@ def test_every_method_stays_within_minmax(net: Model, tmp_path: Path) -> None:
             assert whole.low <= span.low <= span.high <= whole.high
 
 
+def test_moving_average_is_the_mean_of_the_extremes_of_each_sample(net: Model, calibration: Calibration) -> None:
+    check_ranges(net, calibration, ["c2", "r1"], "moving-average")
+
+
 def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tmp_path: Path) -> None:
     arrays = list(random_samples(net, count=MEASURED_SAMPLES + 30))
     outlier = next(index for index in range(len(arrays)) if index not in spread_indices(len(arrays), MEASURED_SAMPLES))

@@ -1,7 +1,7 @@
 """The default mode and a search for a goal take no more tensors out of 8 bits than the expected drop asks for."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from edgekit.quantize.mixed_precision.plan_search import (
     Goal,
     Search,
     Searched,
+    Trial,
     bound_integer,
     measure_work,
     plan_step,
@@ -151,7 +152,8 @@ def test_tensors_of_a_collapsed_model_leave_8_bits_if_that_pays(begin: Begin, fi
 
 def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_asked_for(begin: Begin) -> None:
     drops = dict.fromkeys(("relieve 1", "relieve 3", "relieve 8"), 0.019) | {"all": 0.02}
-    search = begin(told(drops.get, 15.0))
+    kept = list[Sequence[Trial]]()
+    search = begin(told(drops.get, 15.0), keep=kept.append)
     _, plain = run_search(search)
     _, asked = run_search(search, Goal(is_given=True))
     # One tensor makes 93 % of the noise: without it less than twice the goal may be lost. The net has seven tensors.
@@ -160,6 +162,7 @@ def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_ask
     assert (plain.chosen.step, plain.met) == ("all", True)
     assert asked.chosen.step in steps[1:]
     assert not asked.met
+    assert tuple(kept[-1]) == asked.trials
 
 
 def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(begin: Begin) -> None:
@@ -354,9 +357,14 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(begin: Begin) -> No
     assert re.fullmatch(told_of, searched.advice)
     plan, searched = run_all(search, 0.005)
     assert (plan.precision, searched.met, searched.chosen.step) == ("int16", True, "int16")
-    plan, searched = run_all(msgspec.structs.replace(search, may_widen=False, tried={}), 0.005)
-    assert (plan.precision, searched.met) == ("int8", False)
-    assert searched.advice
+    known = dict[str, Trial]()
+    for _ in range(2):
+        # The second search knows all steps, and has none of their files.
+        asked = msgspec.structs.replace(search, may_widen=False, tried={}, known=known)
+        plan, searched = run_all(asked, 0.005)
+        assert (plan.precision, searched.met) == ("int8", False)
+        assert searched.advice
+        known = {trial.step: trial for trial in searched.trials}
 
 
 @pytest.mark.parametrize(

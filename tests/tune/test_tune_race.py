@@ -104,9 +104,11 @@ def test_finished_rounds_are_saved_and_not_measured_again(tmp_path: Path) -> Non
     assert (counts[0], again.measurements) == (5, 5)
     with pytest.raises(UsageError, match="another goal"):
         Journal(measure, 60.0, file, {"goal": "load"})
-    file.write_text(json.dumps({**json.loads(file.read_bytes()), "rounds": 3}))
-    with pytest.raises(UsageError, match="no state of a search"):
-        Journal(measure, 60.0, file, {"goal": "latency"})
+    stored = json.loads(file.read_bytes())
+    for changed, said in ({"done": 3}, "was changed"), ({"sha256": 3}, "no state of a search"):
+        file.write_text(json.dumps({**stored, **changed}))
+        with pytest.raises(UsageError, match=said):
+            Journal(measure, 60.0, file, {"goal": "latency"})
 
 
 def test_the_order_of_settings_rotates_from_round_to_round() -> None:

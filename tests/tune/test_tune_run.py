@@ -119,7 +119,7 @@ def test_the_json_of_tune_has_its_documented_keys(tmp_path: Path, shown: Shown, 
     assert {"decisions", "tried", "chosen", "final", "machine", "busy"} <= report.keys()
     assert {one["entrant"]["name"] for one in report["tried"]} >= {"defaults", "1 thread"}
     assert report["budget_s"] == 2.0
-    assert_ends_in_time(json.loads(state.read_bytes())["rounds"], 2.0)
+    assert_ends_in_time(json.loads(state.read_bytes())["done"], 2.0)
     # What was not decided says so, and nothing is claimed.
     assert any("time was over" in one["reason"] for one in report["decisions"])
     assert "<script src" not in page.read_text()

@@ -28,7 +28,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model
-from edgekit.quantize.ranges import RANGE_METHODS
+from edgekit.quantize.ranges import AUTO_METHODS
 
 ZOO = Path(__file__).parents[3] / "shared/zoo/models"
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
@@ -84,8 +84,7 @@ def measure(path: str, method: str, count: int) -> dict[str, float]:
     given = msgspec.structs.replace(samples, read=lambda: read_timed(samples, made))
     start = clock()
     with tempfile.TemporaryDirectory() as work:
-        methods = (method,) if named else tuple(RANGE_METHODS)
-        calibrate_model(model, given, work=Path(work), methods=methods, fitting=not named)
+        calibrate_model(model, given, work=Path(work), methods=(method,) if named else AUTO_METHODS, fitting=not named)
     seconds = [end - begin - other for begin, end, other in zip(start, clock(), made, strict=True)]
     peak_mb = peak_memory()
     session = CpuSession(model.path, SessionSettings())

@@ -34,8 +34,10 @@ from edgekit.quantize.graph.float_graph import (
     store_float_graph,
 )
 from edgekit.quantize.ranges import (
+    AUTO_METHODS,
     EXACT,
     METHODS,
+    MOVING_AVERAGE,
     RANGE_METHODS,
     HistogramCollector,
     TensorRange,
@@ -62,8 +64,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         known: how many samples were read from a cache instead of run.
         notes: problems with a cache, and remarks if only few held-out samples judge plans, or if an output of a Sigmoid
             stays on one side of 0.5.
-        ranges: by range method, the range of each float activation of the main graph. "minmax" comes
-            from every value of every sample, except masked scores before a Softmax; the others come from histograms.
+        ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
+            come from every value of every sample, except masked scores before a Softmax; the others come from
+            histograms.
         statistics: the folder with the data that are too large for this struct (moments of layer inputs and held-out
             samples), "" if there is none. It may be removed once all plans are applied.
         outputs: what the user stated about the outputs.
@@ -85,7 +88,7 @@ def calibrate_model(
     samples: Samples,
     *,
     work: AnyPath,
-    methods: Sequence[str] = tuple(RANGE_METHODS),
+    methods: Sequence[str] = AUTO_METHODS,
     fitting: bool = True,
     cache: CacheSettings | None = None,
     outputs: Mapping[str, StatedOutput] | None = None,
@@ -120,7 +123,7 @@ class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     work: Path
-    methods: tuple[str, ...] = tuple(RANGE_METHODS)
+    methods: tuple[str, ...] = AUTO_METHODS
     fitting: bool = True
     cache: CacheSettings | None = None
     outputs: dict[str, StatedOutput] = {}
@@ -232,7 +235,8 @@ def _choose_ranges(
 ) -> dict[str, dict[str, TensorRange]]:
     # Histograms count masked values too, so for masked scores before a Softmax no method uses them.
     masked, empty = statistics.masked(), HistogramCollector().freeze()
-    exact, histograms = statistics.exact_ranges() | masked, statistics.histograms() | dict.fromkeys(masked, empty)
+    exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
+    histograms = statistics.histograms() | dict.fromkeys(masked, empty)
     readers = find_nonlinearities(graph)
     # Plans are judged by what a Sigmoid or Softmax reads: what it makes for an output would be cut at no cost, and the
     # rare high scores of a detector with it.
@@ -244,7 +248,7 @@ def _choose_ranges(
         choose = RANGE_METHODS[method]
         chosen = {
             name: its if name in answers else choose(its, histograms.get(name, empty), readers.get(name))
-            for name, its in exact.items()
+            for name, its in (mean if method == MOVING_AVERAGE else exact).items()
         }
         for name, source in reversed(list(aliases.items())):
             if source in chosen:

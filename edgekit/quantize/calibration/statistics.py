@@ -71,8 +71,10 @@ class ActivationStatistics:
     def restore(self, arrays: Tensors) -> bool:
         """Continues from what `arrays` returned; returns False if one does not fit, which makes these unusable."""
         own = self.arrays()
+        if own.keys() != arrays.keys():
+            return False
         for name, array in arrays.items():
-            fits = name in own and (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
+            fits = (own[name].dtype, own[name].shape) == (array.dtype, array.shape)
             # Integers are counts.
             if not fits or np.isnan(array).any() or (array.dtype.kind == "i" and array.min(initial=0) < 0):
                 return False
@@ -105,6 +107,14 @@ class ActivationStatistics:
         return {
             name: msgspec.structs.replace(span, low=max(exact[name].low, min(span.low, span.high - reach[name])))
             for name, span in counting.items()
+        }
+
+    def mean_ranges(self) -> dict[str, TensorRange]:
+        """Returns the mean over the samples of each tensor's lowest and highest value; ends that are known stay."""
+        lows, highs = self._lows.means(), self._highs.means()
+        return {
+            name: TensorRange(low=lows.get(name, span.low), high=highs.get(name, span.high))
+            for name, span in self.exact_ranges().items()
         }
 
     def histograms(self) -> dict[str, Histogram]:
@@ -147,7 +157,7 @@ class ActivationStatistics:
 
 
 class _Extremes:
-    """The lowest (or highest) value of each entry over samples, and the second.
+    """The lowest (or highest) value of each entry over samples, the second, and the sum of each tensor's extremes.
 
     An empty tensor has infinite extremes, which do not count.
     """
@@ -158,6 +168,7 @@ class _Extremes:
         self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
         self._second, self._drop = self._best.copy(), np.maximum if pick is np.minimum else np.minimum
+        self._sums = np.zeros(len(parts))
 
     @property
     def size(self) -> int:
@@ -171,9 +182,11 @@ class _Extremes:
             self._pick(self._best, values, out=self._best)
             self._runs += 1
             self._counts += np.isfinite(own)
+            self._sums += _or_zero(own)
 
     def arrays(self) -> dict[str, Array]:
-        return {"runs": self._runs, "counts": self._counts, "best": self._best, "second": self._second}
+        best = {"best": self._best, "second": self._second}
+        return {"runs": self._runs, "counts": self._counts, "sums": self._sums, **best}
 
     def entries(self, *, second: bool = False) -> dict[TensorAxis, Array]:
         values = self._second if second else self._best
@@ -181,6 +194,10 @@ class _Extremes:
 
     def sometimes_empty(self) -> set[str]:
         return {name for (name, _), count in zip(self._keys, self._counts, strict=True) if count < self._runs}
+
+    def means(self) -> dict[str, float]:
+        """Returns the mean extreme of each tensor, for those that were never empty."""
+        return {name: float(total / self._runs) for (name, _), total in zip(self._keys, self._sums, strict=True)}
 
 
 def _or_zero(values: Array) -> Array:

@@ -31,7 +31,7 @@ from edgekit.quantize.mixed_precision import score
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, add_headroom, is_relievable
 from edgekit.quantize.qdq import place_plan, plan_calibration, plan_graph, round_weights
-from edgekit.quantize.ranges import EXACT, METHODS, RANGE_METHODS
+from edgekit.quantize.ranges import AUTO_METHODS, METHODS
 from edgekit.target import Precision, Target
 
 NOTABLE_DB = 0.3
@@ -280,7 +280,7 @@ def digest_draft(draft: Draft) -> str:
 
 def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgement:
     # Clipping tails makes steps finer, which 16 bits do not need.
-    methods = (method,) if method else tuple(RANGE_METHODS) if is_relievable(draft.plan) else EXACT
+    methods = (method,) if method else AUTO_METHODS if is_relievable(draft.plan) else ("minmax",)
     nearest = draft.choose(methods[0], "nearest")
     placed = place_draft(nearest)
     ranges = _judge_ranges(draft, methods, budget, placed)

@@ -59,6 +59,22 @@ _NONE_LEFT = 1e-9
 MORE_RELIEF = "plans with more tensors out of 8 bits"
 
 
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A tried plan, with the name of its step and its predicted loss.
+
+    `taken_macs` is the share of the MACs that the target's provider takes, `integer_macs` the share that is computed in
+    integers. `is_whole` is False if the loss is predicted over a part of the samples, which was enough to see that
+    another plan is better.
+    """
+
+    step: str
+    plan: QuantPlan
+    prediction: Prediction
+    taken_macs: float
+    integer_macs: float = 1.0
+    is_whole: bool = True
+
+
 class Search(Subject, frozen=True, kw_only=True):
     """What is to be quantized, and how quantized models are measured.
 
@@ -72,6 +88,8 @@ class Search(Subject, frozen=True, kw_only=True):
         progress: gets messages.
         may_widen: the user did not ask for this precision: if none of its plans meets a goal, 16 bits for all
             activations may be used.
+        known: the trials of an interrupted search, by the name of the step, which are not made again.
+        keep: stores the trials so far, so that an interrupted search continues from them.
         tried: the plans and the models written for them, by the name of the step; filled by the search.
         checks: what the target takes of these models, by their digests; filled by the search.
     """
@@ -82,6 +100,8 @@ class Search(Subject, frozen=True, kw_only=True):
     work: Path
     progress: Progress = say_nothing
     may_widen: bool = False
+    known: dict[str, Trial] = msgspec.field(default_factory=dict)
+    keep: Callable[[Sequence[Trial]], None] | None = None
     tried: dict[str, tuple[QuantPlan, QuantizedModel]] = msgspec.field(default_factory=dict)
     checks: dict[str, CheckReport] = msgspec.field(default_factory=dict)
 
@@ -99,22 +119,6 @@ class Search(Subject, frozen=True, kw_only=True):
     def relievable(self) -> bool:
         """True if activations have 8 bits, so that sensitive ones may get more."""
         return self.target.quantization.at(self.precision).activation != "uint16"
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A tried plan, with the name of its step and its predicted loss.
-
-    `taken_macs` is the share of the MACs that the target's provider takes, `integer_macs` the share that is computed in
-    integers. `is_whole` is False if the loss is predicted over a part of the samples, which was enough to see that
-    another plan is better.
-    """
-
-    step: str
-    plan: QuantPlan
-    prediction: Prediction
-    taken_macs: float
-    integer_macs: float = 1.0
-    is_whole: bool = True
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +188,9 @@ def search_plan(search: Search, goal: Goal) -> tuple[QuantPlan, Searched | None]
         ModelError: no node of the model can be quantized.
     """
     search.progress(f"{search.target.name}: choose ranges and roundings")
-    first = plan_quantization(search.model, search.calibration, search.target, search.precision, memo=search.memo)
+    first = search.known["all"].plan if "all" in search.known else plan_quantization(
+        search.model, search.calibration, search.target, search.precision, memo=search.memo
+    )  # fmt: skip
     if not goal.is_given and not (first.judged and search.memo.budget.allows(MORE_RELIEF)):
         return first, None
     trials = _try_plans(search, goal, first)
@@ -405,17 +411,23 @@ class _Attempts:
         is a trial if it meets the goal or loses little.
         """
         step, began = f"relieve {count}" if count else "all", time.monotonic()
-        done = len(self._seconds)
+        done, trial = len(self._seconds), self._search.known.get(step)
         # `_try_fewer` may add some.
         most = max(self._most, done + 1)
         left = f", at most {sum(self._seconds) / done * (most - done):.0f} s left" if done else ""
+        left = left if trial is None else ", known"
         self._search.progress(f"{self._search.target.name}: try {done + 1} of {most} ({step}){left}")
         # With a goal the first plan must be measured, whatever the budget; the default mode may skip that.
         is_needed, plan = not count and self._goal.is_given, partial(self._try, step, count, may_meet=may_meet)
-        trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
+        if trial is None:
+            trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
         self._seconds.append(time.monotonic() - began)
-        if trial is not None:
-            self.trials[count] = trial
+        if trial is None:
+            return None
+        self.trials[count] = trial
+        # A step that the budget cut short is not stored: a later search would take it for complete.
+        if self._search.keep is not None and not self._search.memo.budget.left_out:
+            self._search.keep(self.in_order)
         return trial
 
     def is_enough(self, trial: Trial) -> bool:
