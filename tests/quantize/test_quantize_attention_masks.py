@@ -115,6 +115,35 @@ def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:
     assert calibration.ranges["minmax"]["m"].low == pytest.approx(lowest, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "c = Cast<to=1>(f) n = Sub(one, c) h = Mul(n, low) m = Add(s, h)",
+        "c = Cast<to=1>(f) n = Sub(c, one) h = Mul(n, high) m = Add(s, h)",
+        "c = Cast<to=1>(f) n = Sub(one, c) h = Mul(n, high) m = Sub(s, h)",
+        "n = Sub(whole, f) i = Mul(n, whole_low) h = Cast<to=1>(i) m = Add(s, h)",
+        "b = Cast<to=9>(f) m = Where(b, s, low)",
+        "b = Cast<to=9>(f) h = Where(b, zero, low) m = Add(h, s)",
+        "c = Cast<to=1>(f) r = Reshape(c, rows) n = Sub(one, r) h = Mul(low, n) e = Expand(h, rows) m = Add(s, e)",
+    ],
+)
+def test_a_row_that_a_mask_hides_whole_does_not_count(mask: str, tmp_path: Path) -> None:
+    """A row of padding sees nothing: all of its scores lie as low as the mask."""
+    text = f"""g (float[1,8,16] x, int64[1,8,8] f) => (float[1,8,16] y) {{
+      q = MatMul(x, wq) t = Transpose<perm=[0,2,1]>(x) s = MatMul(q, t) {mask} p = Softmax(m) y = MatMul(p, x) }}"""
+    ten = np.float32(1e4)
+    every = {"one": np.float32(1), "zero": np.float32(0), "high": ten, "low": -ten, "rows": np.array([1, 8, 8])}
+    every |= {"whole": np.array(1), "whole_low": np.array(-10000)}
+    constants = {name: np.array(value) for name, value in every.items() if re.search(rf"\b{name}\b", text)}
+    model = make_model(text, tmp_path / "m.onnx", {"wq": (16, 16)}, constants)
+    seen = np.tril(np.ones((1, TOKENS, TOKENS), np.int64))
+    seen[:, :2] = 0
+    random = np.random.default_rng(3)
+    samples = make_samples([{"x": random.normal(size=(1, 8, 16)).astype(np.float32), "f": seen} for _ in range(16)])
+    calibration, _ = quantize(model, samples, "nnapi", tmp_path)
+    assert calibration.ranges["minmax"]["m"].low > -500
+
+
 def test_low_scores_of_a_classifier_are_no_mask(tmp_path: Path) -> None:
     """A classifier may have no score above -1000 for some samples: its rows count, as nothing there can hide one."""
     text = "g (float[1,8] x) => (float[1,4] y) { m = Gemm(x, w, b) y = Softmax(m) }"

@@ -200,16 +200,23 @@ def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
 
 
 def _may_hide_rows(graph: Graph, tensor: str) -> bool:
-    """Returns False if the tensor is made only of products with weights and of constants that are no masks."""
-    if graph.is_float_constant(tensor):
-        value = graph.constant(tensor)
-        return value is not None and bool(np.min(value, initial=0.0) <= MASK_VALUE / 10)
-    if not graph.is_float(tensor):
-        return False
-    node = graph.producers.get(tensor)
-    if node is None or node.op_type not in _SHAPE_OPS | _MASKING_OPS | {"Concat"}:
-        return node is None or node.op_type not in WITH_BIAS | {"MatMul"}
-    return any(_may_hide_rows(graph, name) for name in node.input)
+    """Returns False if the tensor is made only of products with weights and of constants too small for a mask."""
+    waiting, seen = [tensor], set[str]()
+    while waiting:
+        name = waiting.pop()
+        node, value = graph.producers.get(name), graph.values.get(name)
+        if name in seen or not name or (value is not None and value.dtype == "bool"):
+            continue
+        seen.add(name)
+        if (constant := graph.constant(name)) is not None:
+            # A mask is -10,000 * (1 - seen), or 10,000 * (seen - 1).
+            if constant.dtype != np.bool_ and np.abs(constant.astype(np.float64)).max(initial=0) >= -MASK_VALUE / 10:
+                return True
+        elif node is not None and node.op_type in _SHAPE_OPS | _MASKING_OPS | {"Concat"}:
+            waiting += node.input[:1] if node.op_type in _SHAPE_OPS else node.input
+        elif node is None or node.op_type not in WITH_BIAS | {"MatMul"}:
+            return True
+    return False
 
 
 def is_masked(low: float, high: float, lowest_counting: float) -> bool:
