@@ -212,7 +212,8 @@ def translated(subject: str) -> Generator[None]:
             hint = "give sizes that do: --dim NAME=INT, or export it again"
             raise RuntimeRefusal(hide_work(words[:600]), hint=hint) from error
         message = hide_work(f"ONNX Runtime refuses '{subject}': {first[:400]}")
-        raise RuntimeRefusal(message, hint=_hint(first)) from error
+        # The message has the path, and a file may be called after its opset.
+        raise RuntimeRefusal(message, hint=_hint(first.replace(subject, ""))) from error
 
 
 def external_config(folder: Path) -> dict[str, str]:
@@ -236,13 +237,16 @@ _NO_LOCALE = (
     "StringNormalizer wants a locale that this machine lacks, and a device may lack it too: apt-get install"
     " locales && locale-gen en_US.UTF-8, or lower the text before the model: TfidfVectorizer(lowercase=False)"
 )
-# What to do about an error of ONNX Runtime: the first whose pattern occurs in the message, with its group as {0}.
+# What to do about an error of ONNX Runtime: the first whose pattern occurs in the message, with its groups in {}.
 _HINTS = (
     ("[Oo]pset", "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"),
     ("construct locale", _NO_LOCALE),
     ("NOT_IMPLEMENTED", "the model uses an operator, or an element type of one, that this ONNX Runtime does not have"),
     # In ONNX's own domain: tf2onnx leaves what it cannot convert, such as TensorFlow's Erfc of an exact GELU.
-    (r"No Op registered for (\w+)", "export the model with operators of ONNX, which has no {0}"),
+    (
+        r"No Op registered for (\w+) with domain_version of (\d+)",
+        "export the model with other operators of ONNX, or a newer opset: there is no {0} in {1}",
+    ),
     (
         "is not a registered function/op",
         "give the library that has the operator, if the command takes one: --custom-ops LIB.so",

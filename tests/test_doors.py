@@ -194,14 +194,15 @@ BRANCHES = """g (bool c, float[2] x) => (y) {
     ("graph", "hint"),
     [
         ("g (float[2] x) => (float[2] y) { y = com.acme.Magic(x) }", "--custom-ops LIB.so"),
-        ("g (float[2] x) => (float[2] y) { y = Erfc(x) }", "with operators of ONNX, which has no Erfc"),
+        ("g (float[2] x) => (float[2] y) { y = Erfc(x) }", "other operators of ONNX, or a newer opset: there is no"),
+        ("g (float[2] x) => (float[2] y) { y = Gelu(x) }", "or a newer opset: there is no Gelu in 17"),
         ("g (float[2] x) => (float[2] y) { [n] a = Relu(x) [n] y = Abs(a) }", "edgekit prepare MODEL --out FILE"),
         ("g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu(x) }", "or an element type of one, that this"),
         (BRANCHES, "--freeze INPUT=NUMBER"),
     ],
 )
 def test_a_refusal_says_what_to_do(graph: str, hint: str, tmp_path: Path) -> None:
-    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17, "com.acme" : 1]> {graph}', tmp_path / "m.onnx")
+    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17, "com.acme" : 1]> {graph}', tmp_path / "opset17.onnx")
     with pytest.raises(RuntimeRefusal, match=hint):
         CpuSession(path, SessionSettings())
 

@@ -109,18 +109,18 @@ def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Arra
     Raises:
         ModelError: the numbers of scales, zero points and channels differ.
     """
-    values, scale, *rest = map(read, node.input)
+    values, scale, *rest = map(read, filter(None, node.input))
     given = {attribute.name: attribute.i for attribute in node.attribute}
     axis, block = given.get("axis", 1) % max(values.ndim, 1), given.get("block_size", 0)
 
     def spread(part: Array) -> Array:
         if part.size == 1:
             part = part.reshape(())
-        elif part.ndim == 1:
-            part = part.reshape([-1 if index == axis else 1 for index in range(values.ndim)])
         elif block:
             part = np.repeat(part, min(block, values.shape[axis]), axis)
             part = part[(slice(None),) * axis + (slice(values.shape[axis]),)]
+        elif part.ndim == 1:
+            part = part.reshape([-1 if index == axis else 1 for index in range(values.ndim)])
         return np.broadcast_to(part, values.shape)
 
     text = f"DequantizeLinear '{node.name}' has {scale.size} scales for the shape {list(values.shape)}"
