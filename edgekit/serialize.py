@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import inspect
 import math
 import re
 import threading
@@ -188,6 +189,23 @@ def to_builtins(value: object) -> Any:
             return value if math.isfinite(value) else None
         case _:
             return msgspec.to_builtins(value)
+
+
+def clean_schema(schema: Any) -> Any:
+    """Returns a JSON Schema whose descriptions, which are docstrings, have no indentation.
+
+    Python 3.13 removes it from docstrings, earlier versions keep it: the bytes of a schema must not depend on that.
+    """
+    match schema:
+        case dict():
+            return {
+                key: inspect.cleandoc(value) if key == "description" and isinstance(value, str) else clean_schema(value)
+                for key, value in schema.items()
+            }
+        case list():
+            return [clean_schema(each) for each in schema]
+        case _:
+            return schema
 
 
 def escape_controls(text: str) -> str:

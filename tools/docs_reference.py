@@ -32,6 +32,7 @@ from edgekit.quantize.plan import QuantPlan
 from edgekit.recipe import Recipe
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import GroupBuild
+from edgekit.serialize import clean_schema
 from edgekit.target import Target, TaskLimit
 from edgekit.tune.tune import TuneReport
 from edgekit.verify.on_devices import GroupReport
@@ -136,7 +137,7 @@ def render_schema(title: str, kind: Any) -> str:
     """Returns the JSON Schema of a file that a user writes, with which editors check TOML and JSON."""
     whole = dict[Literal["device"], tuple[kind, ...]] if title == "devices.toml" else kind
     schema = msgspec.json.schema(whole)
-    text = msgspec.json.encode({"$schema": _DIALECT, "title": title, **schema})
+    text = msgspec.json.encode({"$schema": _DIALECT, "title": title, **clean_schema(schema)})
     return msgspec.json.format(text, indent=2).decode() + "\n"
 
 

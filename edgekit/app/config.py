@@ -18,7 +18,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.package.package import Kind
 from edgekit.package.variant import Extra
 from edgekit.recipe import Data, ModelOptions, PrecisionChoice, Recipe, load_targets
-from edgekit.serialize import name_valid, read_toml, ready_type
+from edgekit.serialize import clean_schema, name_valid, read_toml, ready_type
 from edgekit.target import TaskLimit, Thresholds, load_target
 
 _Value = TypeVar("_Value")
@@ -356,7 +356,7 @@ def describe_schema() -> dict[str, Any]:
     schema["$defs"] |= defined
     changes = {key: value for key, value in defined[limits["$ref"].rpartition("/")[2]].items() if key != "required"}
     schema["$defs"]["TargetTable"]["properties"]["thresholds"] = changes
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **clean_schema(schema)}
 
 
 def _resolve_source(folder: Path, source: str) -> str:

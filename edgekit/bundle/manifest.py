@@ -21,7 +21,7 @@ from edgekit.machine import count_cores
 from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import ListColumns, Reading, Tensors, TensorSpec
 from edgekit.recipe import Licence
-from edgekit.serialize import ready_type
+from edgekit.serialize import clean_schema, ready_type
 from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification
 
 _MAX_BUCKETS = 64
@@ -471,4 +471,4 @@ def render_schema() -> bytes:
     """Returns the text of the JSON Schema of a manifest."""
     title = "edgekit bundle manifest, schema version 2"
     dialect = "https://json-schema.org/draft/2020-12/schema"
-    return encode_json({"$schema": dialect, "title": title, **msgspec.json.schema(Manifest)})
+    return encode_json({"$schema": dialect, "title": title, **clean_schema(msgspec.json.schema(Manifest))})

@@ -79,7 +79,8 @@ net (float[1,3,8,8] x) => (float[1,4] y)
 <float[4,3,1,1] w = {0.1, 0.2, -0.3, 0.4, -0.5, 0.6, 0.7, -0.8, 0.9, 1.0, -1.1, 1.2}> {
   a = Conv(x, w) r = Relu(a) p = GlobalAveragePool(r) y = Flatten(p) }"""
 HIDDEN = """
-import json, os, signal, sys
+import json, os, shutil, signal, sys
+shutil._use_fd_functions = False  # as on Windows, which has no folders as file descriptors
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "_posixshmem"):
     sys.modules[name] = None
 gone = "O_NOFOLLOW O_NONBLOCK wait4 wait3 killpg setsid getpgid geteuid getuid getgid mkfifo fork forkpty".split()
