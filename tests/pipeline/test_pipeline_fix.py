@@ -173,10 +173,10 @@ def _check_notes(bundle: BundleSummary) -> set[str]:
 
 
 # A Concat that reads what NNAPI leaves to the CPU, as those of a U-Net do (no rewrite makes a Conv of a ConvTranspose
-# with an output_shape): in integers it is claimed, and then refused.
+# with unequal strides): in integers it is claimed, and then refused.
 JOINED = """
 (float[1,4,8,8] x) => (float[1,5] y)
-{ a = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(a)  e = ConvTranspose<output_shape=[8,8]>(r, k)
+{ a = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(a)  e = ConvTranspose<strides=[1,2], output_shape=[8,8]>(r, k)
   j = Concat<axis=1>(r, e, x)  s = Conv(j, t)  b = Conv<pads=[1,1,1,1]>(s, v)
   p = GlobalAveragePool(b)  f = Flatten(p)  y = Gemm(f, w) }
 """
@@ -185,8 +185,8 @@ JOINED = """
 CARRIED = """
 (float[1,4,8,8] x) => (float[1,8,22,6] y)
 <int64[3] flat = {1,8,-1}, int64[4] four = {1,8,8,24}>
-{ a = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(a)  e = ConvTranspose<output_shape=[8,8]>(r, k)
-  b = Conv<pads=[1,1,1,1]>(e, v)  h = ConvTranspose<output_shape=[8,8]>(b, k)
+{ a = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(a)  e = ConvTranspose<strides=[1,2], output_shape=[8,8]>(r, k)
+  b = Conv<pads=[1,1,1,1]>(e, v)  h = ConvTranspose<strides=[1,2], output_shape=[8,8]>(b, k)
   c = Reshape(r, flat)  d = Reshape(b, flat)  i = Reshape(h, flat)
   j = Concat<axis=2>(i, c, d)  m = Reshape(j, four)  o = Transpose<perm=[0,1,3,2]>(m)  y = Conv(o, v) }
 """
