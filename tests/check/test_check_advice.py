@@ -37,6 +37,15 @@ def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
         ),
         ("nnapi", "(float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Tanh(a) }", "fix-dims", 2),
         (
+            "coreml",
+            """(float[1,1,4] x) => (float[1,1,2] h) <float[1,8,4] w = {WIDE}, float[1,8,2] r = {NARROW}>
+                { a = Relu(x) s, h = LSTM<hidden_size=2>(a, w, r) }""".replace("WIDE", ",".join("1" * 32)).replace(
+                "NARROW", ",".join("1" * 16)
+            ),
+            "step-lstm",
+            1,
+        ),
+        (
             "nnapi",
             "(float[1] x) => (float y) <int64[0] s = {}> { a = Relu(x) y = Reshape(a, s) }",
             "squeeze-to-scalar",

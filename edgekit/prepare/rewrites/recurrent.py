@@ -1,5 +1,6 @@
 """Unrolls recurrent layers into operators for each step, for a provider whose own kernel is too inaccurate."""
 
+import math
 from collections.abc import Sequence
 
 from edgekit.graph.match import known, need
@@ -47,13 +48,17 @@ def _write_steps(writer: Writer, most: int) -> None:
     need(not node.has_input(_LENGTHS) and not node.has_input(_PEEPHOLES))
 
     def reshape(name: str, part: str, sizes: Sequence[int]) -> str:
-        return writer.reshape(name, f"{part}-shape", sizes, part)
+        stored = graph.constants.get(name)
+        if stored is None:
+            return writer.reshape(name, f"{part}-shape", sizes, part)
+        # Some providers want constants, and check folds none that a rewrite left.
+        return writer.reshaped(part, name, [sizes[0], math.prod(stored.dims) // sizes[0]])
 
     # Of each input the matrix of each direction, "" if the input is absent.
-    matrices: list[list[str]] = []
+    matrices, biases = list[list[str]](), graph.inline(node.given(_BIAS))
     for place, wide in ((_WEIGHTS, 4 * size), (_RECURRENT, 4 * size), (_BIAS, 2), (_HIDDEN, rows), (_CELL, rows)):
         name, part, whole = node.given(place), f"input-{place}", ("",) * len(turns)
-        if name:
+        if name and (place != _BIAS or biases is None):
             whole = writer.cut(name, part, [1] * len(turns), 0) if len(turns) > 1 else (name,)
         matrices.append([each and reshape(each, f"{part}-{turn}", [wide, -1]) for turn, each in enumerate(whole)])
     returned: list[tuple[str, str, str]] = []
@@ -63,7 +68,10 @@ def _write_steps(writer: Writer, most: int) -> None:
         flat = reshape(writer.x, f"{part}rows", [steps * rows, -1])
         # Always with a bias: after two DQ nodes a Gemm without one would be an integer product, which QNN lacks in 16
         # bits.
-        if bias:
+        if biases is not None:
+            both = biases.reshape(len(turns), 2, -1)[turn]
+            added = writer.constant(f"{part}bias", both.sum(axis=0, keepdims=True), biases.dtype.name)
+        elif bias:
             added = writer.add("Add", writer.cut(bias, f"{part}biases", [1, 1], 0), f"{part}bias")
         else:
             added = writer.constant(f"{part}bias", [[0.0] * 4 * size], writer.dtype or "float32")
