@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
+import onnx
 import onnxruntime as _ort
+from google.protobuf.message import DecodeError
 
 from edgekit._files import hide_work
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.machine import may_saturate
-from edgekit.model.external import point_into
+from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import Model, has_large_weights_inside
 from edgekit.model.tensors import Array, Tensors, flatten_value
 
@@ -81,13 +83,19 @@ _LEVELS: dict[Level, Any] = {
 }
 
 
-EXACT_SUMS: Mapping[str, str] = {"session.x64quantprecision": "1", "session.qdqisint8allowed": "0"}
+PRECISE = "session.x64quantprecision"
+EXACT_SUMS: Mapping[str, str] = {PRECISE: "1", "session.qdqisint8allowed": "0"}
 """The session config entries with which an x64 without VNNI adds products of 8 bits in 32 bits, as a phone does.
 
 Otherwise pairs of u8 x s8 products are added in 16 bits, which saturate (VPMADDUBSW). The first entry makes s8 weights
 u8, for which there is no kernel with s8 activations: the second makes these u8 too. Neither changes a file in ORT
 format. With VNNI all sums have 32 bits, and products would only be slower: the runs of ViT-S by 1.4 times.
 """
+# What avx2_weight_s8_to_u8.cc changes.
+_INTEGER_PRODUCTS = frozenset({
+    "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm",
+    "QLinearConv", "QLinearMatMul",
+})  # fmt: skip
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,11 +133,11 @@ class CpuSession:
         name = subject or (str(model) if isinstance(model, Path) else "the model")
         source, config = _leave_weights(model) if settings.save_to is None else (model, {})
 
-        def open_session(**more: str) -> Any:
+        def open_session(level: Level = settings.level, **more: str) -> Any:
             entries = {**more, **settings.config, **config}
             return _ort.InferenceSession(
                 str(source) if isinstance(source, Path) else source,
-                _session_options(msgspec.structs.replace(settings, config=entries)),
+                _session_options(msgspec.structs.replace(settings, level=level, config=entries)),
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
                 # With the fallback, the Python package opens another session on the CPU provider if the first fails,
@@ -140,10 +148,10 @@ class CpuSession:
         with translated(name):
             self._session: Any = None
             # A file that is written must not depend on the CPU that writes it.
-            if settings.save_to is None and may_saturate():
-                # ONNX Runtime 1.31 fails with it if weights share a zero point.
+            if settings.save_to is None and may_saturate() and PRECISE not in settings.config:
+                # ONNX Runtime 1.31 fails with it if layers share weights or a zero point.
                 with contextlib.suppress(*_TRANSLATED):
-                    self._session = open_session(**EXACT_SUMS)
+                    self._session = open_session(_choose_level(model, settings), **EXACT_SUMS)
             self._session = self._session or open_session()
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
@@ -156,6 +164,21 @@ class CpuSession:
             values = self._session.run(names, dict(inputs))
         parts = (flatten_value(name, value) for name, value in zip(names, values, strict=True))
         return {name: array for part in parts for name, array in part.items()}
+
+
+def _choose_level(model: Path | bytes, settings: SessionSettings) -> Level:
+    """Returns the level for exact sums: ONNX Runtime makes weights u8 from "extended" on.
+
+    Without optimisation Q and DQ nodes compute in float, so that only a model with products of integers needs more.
+    """
+    if settings.level not in {Level.DISABLED, Level.BASIC} or (isinstance(model, Path) and model.suffix == ".ort"):
+        return settings.level
+    try:
+        proto = skim_model(model) if isinstance(model, Path) else onnx.ModelProto.FromString(model)
+    except (ModelError, DecodeError):
+        return settings.level
+    has_products = any(node.op_type in _INTEGER_PRODUCTS for node in proto.graph.node)
+    return Level.EXTENDED if has_products else settings.level
 
 
 def makes_session(model: Path | bytes, settings: SessionSettings) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from edgekit._files import digest_file, replacing_file, work_folder
-from edgekit._ort import CpuSession, Level, SessionSettings, external_config, optimize_graph
+from edgekit._ort import PRECISE, CpuSession, Level, SessionSettings, external_config, optimize_graph
 from edgekit.convert.fusions import FusedKind, as_nodes, trace_fusions
 from edgekit.convert.ort_format.canonical import canonicalize_file
 from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts, write_tables
@@ -105,7 +105,9 @@ def load_settings(
 def _settings(options: OrtOptions, source: models.Model | None, config: Mapping[str, str]) -> SessionSettings:
     # Prepacked weights would be in the layout of this machine's kernels. Without the second key ONNX Runtime turns s8
     # activations into u8 on x64 (qdq_s8_to_u8.cc), and the file for Arm would lose its faster kernels.
-    own = {"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0"}
+    # The third has no effect on a file in ORT format, and its source is to run in the same kernels (`EXACT_SUMS`).
+    int8 = "1" if options.cpu == "arm" else "0"
+    own = {"session.disable_prepacking": "1", "session.qdqisint8allowed": int8, PRECISE: "0"}
     settings = SessionSettings(config={**own, **config}, threads=1)
     if source is None:
         return settings

@@ -4,15 +4,18 @@ If the bundle was tuned for the device's kind of machine, the tuned session sett
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
+from onnx import TensorProto
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
 from edgekit.bundle.manifest import CallSettings, MachineClass, Manifest, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job
 from edgekit.devices.find import address_of, is_remote, kind_of
-from edgekit.machine import count_cores
+from edgekit.machine import count_cores, may_saturate
+from edgekit.model.external import skim_model
 from edgekit.target import Form, Verification
 
 # Operators whose output shape depends on values: a quantized model may give another shape than the float model.
@@ -23,19 +26,32 @@ _TIMEOUT_S, _MAX_TIMEOUT_S = 300.0, 3600.0
 
 OF_THIS_MACHINE = frozenset({"host", "host:native"})
 """Devices that are this machine itself, not an emulation of another one."""
+_X64_HERE = OF_THIS_MACHINE | {"android:x86_64"}
 
 
 def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
     """Returns the target's verification plan for this device or its kind, else a plan with the form that an app loads.
 
-    Emulated arithmetic inserts rounding into the graph, so it needs the ONNX file, whichever form an app loads.
+    Emulated arithmetic inserts rounding into the graph, so it needs the ONNX file, whichever form an app loads. So does
+    a CPU here that computes products of u8 and s8 exactly for ONNX files only (`EXACT_SUMS`).
     """
     manifest = bundle.manifest
     planned = {verification.device: verification for verification in manifest.verification}
     plan = planned.get(address_of(device)) or planned.get(kind_of(device))
     form: Form = "onnx" if kind_of(device) == "emulated" and "onnx" in manifest.forms else manifest.form
     plan = plan or Verification(device=device.name, form=form, samples=samples)
+    may = may_saturate() and address_of(device) in _X64_HERE and "onnx" in manifest.forms
+    if may and _is_mixed(bundle.find_model("onnx")):
+        plan = msgspec.structs.replace(plan, form="onnx")
     return msgspec.structs.replace(plan, samples=min(plan.samples, samples))
+
+
+def _is_mixed(model: Path) -> bool:
+    """Returns True for an ONNX file with activations of u8 and stored tensors of s8."""
+    graph = skim_model(model).graph
+    types = {tensor.data_type for tensor in graph.initializer}
+    unsigned = TensorProto.UINT8 in types or any(node.op_type.startswith("DynamicQuantize") for node in graph.node)
+    return unsigned and TensorProto.INT8 in types
 
 
 def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:

@@ -1,21 +1,26 @@
 """Sums of 8-bit products: on a PC whose CPU may saturate, they are those of the phone that it stands in for."""
 
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 from tiny_models import parse_net
 
 from edgekit import machine
 from edgekit._ort import EXACT_SUMS, CpuSession, Level, SessionSettings
+from edgekit.convert.convert import Source, write_ort_form
+from edgekit.convert.ort_form import OrtOptions
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
 from edgekit.devices.local.host import Host
 from edgekit.devices.process.run import find_exact_sums
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.model import load_model
+from edgekit.model.tensors import Array, TensorSpec
 from edgekit.target import load_target
 
 NO_VNNI, VNNI = "flags : sse avx2", "flags : sse avx2 avx512_vnni"
@@ -100,3 +105,66 @@ def test_a_device_of_this_machine_adds_exactly_for_phones_alone(
         assert not find_exact_sums(job)
     monkeypatch.setattr(machine, "read_cpu_flags", lambda: VNNI)
     assert not find_exact_sums(make_job(model, "cpu"))
+
+
+MIXED = """(float[4,64] x) => (float[4,32] y)
+  <float s = {0.02}, uint8 z = {128}, float ws = {0.01}, int8 wz = {0}, float t = {0.3}> {
+  q = QuantizeLinear(x, s, z) p = QLinearMatMul(q, s, z, w, ws, wz, t, z) y = DequantizeLinear(p, t, z) }"""
+DYNAMIC = """(float[4,64] x) => (float[4,32] y) <float ws = {0.01}, int8 wz = {0}> {
+  q, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(q, w, z, wz) f = Cast <to = 1> (i)
+  t = Mul(s, ws) y = Mul(f, t) }"""
+SIGNED = MIXED.replace("uint8 z = {128}", "int8 z = {0}")
+TIED = """(float[4,64] x) => (float[4,64] y)
+  <float s = {0.02}, uint8 z = {128}, float ws = {0.01}, int8 wz = {0}, float t = {0.3}> {
+  q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) wd = DequantizeLinear(w, ws, wz) m = MatMul(d, wd)
+  n = QuantizeLinear(m, t, z) e = DequantizeLinear(n, t, z) o = MatMul(e, wd)
+  p = QuantizeLinear(o, t, z) y = DequantizeLinear(p, t, z) }"""
+
+
+def save_form(path: Path, text: str) -> Path:
+    proto = parse_net(text)
+    # The reference of ONNX has a DequantizeLinear from here on.
+    proto.opset_import[0].version = 19
+    weights = np.random.default_rng(0).integers(-127, 127, (64, 64 if text == TIED else 32)).astype(np.int8)
+    proto.graph.initializer.append(numpy_helper.from_array(weights, "w"))
+    onnx.save(proto, str(path))
+    return path
+
+
+@pytest.fixture
+def saturating(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
+    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "x86_64")
+
+
+@pytest.mark.usefixtures("saturating")
+@pytest.mark.parametrize("text", [MIXED, DYNAMIC, SIGNED])
+def test_products_of_integers_are_exact_at_each_level(text: str, tmp_path: Path) -> None:
+    model = save_form(tmp_path / "m.onnx", text)
+    (wanted,) = cast("list[Array]", ReferenceEvaluator(str(model)).run(None, {"x": 4 * X}))
+    for level in Level:
+        assert np.allclose(CpuSession(model, SessionSettings(level=level)).run({"x": 4 * X})["y"], wanted, atol=1e-4)
+    raised = CpuSession(model.read_bytes(), SessionSettings(level=Level.DISABLED))._session.get_session_options()
+    # Without an entry that a session was given, and for floats between Q and DQ nodes, the level stays.
+    given = CpuSession(model, SessionSettings(level=Level.DISABLED, config={KEY: "0"}))._session.get_session_options()
+    assert raised.graph_optimization_level != given.graph_optimization_level or text == SIGNED
+
+
+@pytest.mark.usefixtures("saturating")
+@pytest.mark.parametrize("text", [TIED, SIGNED])
+def test_a_model_that_cannot_be_opened_for_exact_sums_runs_without(text: str, tmp_path: Path) -> None:
+    model = save_form(tmp_path / "m.onnx", text)
+    job = make_job(model, "cpu")
+    spec = msgspec.structs.replace(job.outputs[0], shape=(4, 64 if text == TIED else 32))
+    assert Host().run(msgspec.structs.replace(job, outputs=(spec,)), tmp_path / "work").failure is None
+
+
+@pytest.mark.usefixtures("saturating")
+def test_a_converted_file_is_compared_in_the_kernels_that_it_has(tmp_path: Path) -> None:
+    source = load_model(save_form(tmp_path / "m.onnx", DYNAMIC))
+    written = write_ort_form(
+        Source(model=source, origin=source, samples=Samples(source="x", count=1, read=lambda: iter([{"x": 4 * X}]))),
+        tmp_path, OrtOptions(style="full", cpu="arm"),
+    )  # fmt: skip
+    assert written.equality is not None
+    assert written.equality.passed

@@ -8,7 +8,6 @@ import contextlib
 import select
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from io import BufferedReader
@@ -17,7 +16,7 @@ from pathlib import Path
 import msgspec
 from onnx import TensorProto
 
-from edgekit._ort import CPU_PROVIDER, EXACT_SUMS
+from edgekit._ort import CPU_PROVIDER, EXACT_SUMS, SessionSettings, makes_session
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, PlacedNode, refuse_run
@@ -39,17 +38,17 @@ _MAX_VERSIONS = 32
 def find_exact_sums(job: Job) -> Mapping[str, str]:
     """Returns the session config entries with which this CPU adds products of 8 bits as a phone's does (`EXACT_SUMS`).
 
-    There are none where it does so anyway; for a target on PCs, whose CPU may saturate as this one does; and where
-    weights share a zero point, with which ONNX Runtime 1.31 would make no session.
+    There are none where it does so anyway; for a target on PCs, whose CPU may saturate as this one does; and where ONNX
+    Runtime makes no session with them: layers share weights or a zero point, or a QLinearMatMul multiplies s8 by s8.
     """
     target = job.target
     is_for_pcs = not target.is_for_phones or target.settings.get("arch", "").startswith("x64")
     if not may_saturate() or is_for_pcs or job.model.suffix != ".onnx":
         return {}
-    graph = skim_model(job.model).graph
-    stored = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.INT8}
-    zeros = Counter(node.input[2] for node in graph.node if len(node.input) == 3 and node.input[0] in stored)
-    return {} if max(zeros.values(), default=1) > 1 else EXACT_SUMS
+    if all(tensor.data_type != TensorProto.INT8 for tensor in skim_model(job.model).graph.initializer):
+        return {}
+    settings = SessionSettings(config=dict(EXACT_SUMS), libraries=job.custom_ops)
+    return EXACT_SUMS if makes_session(job.model, settings) else {}
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
