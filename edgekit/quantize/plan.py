@@ -226,11 +226,11 @@ def _float_nodes(
             yield FloatNode(name=node.name, op=node.op_type, reason=regions[node.name])
         elif infinite & {*node.input, *node.output}:
             yield FloatNode(name=node.name, op=node.op_type, reason="its input or output holds infinity by design")
+        elif node.op_type not in op_types:
+            yield FloatNode(name=node.name, op=node.op_type, reason=f"no rule of this target quantizes {node.op_type}")
         elif unmeasured & {*node.input, *node.output}:
             reason = "its input or output is empty for some samples, and ONNX Runtime's integer kernels crash on that"
             yield FloatNode(name=node.name, op=node.op_type, reason=reason)
-        elif node.op_type not in op_types:
-            yield FloatNode(name=node.name, op=node.op_type, reason=f"no rule of this target quantizes {node.op_type}")
         elif node.op_type in {"Relu", "Clip"} and {node.input[0], node.output[0]} & graph.captured:
             # ORT's quantizer folds it into the node before; the subgraph would then read the value before the clamp.
             yield FloatNode(name=node.name, op=node.op_type, reason="a control-flow body reads its input or output")
