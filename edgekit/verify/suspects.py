@@ -143,9 +143,12 @@ def list_traps(bundle: Bundle, run: DeviceRun, job: Job) -> Iterator[str]:
     here = bool(read_cpu_flags()) and may_saturate() and not find_exact_sums(job)
     if on_host and (older or here) and has_large_weights(job.model):
         where = "the emulated CPU" if older else "this machine's CPU"
+        remedy = "verify on Arm" if job.target.is_for_phones else "run here with session.x64quantprecision = 1"
+        if job.target.settings.get("arch", "").startswith("x64"):
+            remedy = "for PCs without VNNI build with --set arch=x64"
         yield (
             f"{where} has no VNNI: ONNX Runtime's products of activations and s8 weights saturate here, not on Arm;"
-            " verify on arm64, or run here with session.x64quantprecision = 1"
+            f" {remedy}"
         )
     # HTP versions differ: v68 has no fp16 and rounds differently from v73, so each gives results of its own.
     wanted = _SOCS.get(bundle.manifest.settings.get("soc_model", ""))

@@ -225,6 +225,22 @@ def test_saturation_is_named_on_an_x86_without_vnni_only(
     assert ["saturate here, not on Arm" in trap for trap in traps] == [True] * is_named
 
 
+@pytest.mark.parametrize(
+    ("target", "settings", "remedy"),
+    [
+        ("cpu", {}, "verify on Arm"),
+        ("cpu", {"arch": "x64-vnni"}, "for PCs without VNNI build with --set arch=x64"),
+        ("openvino", {}, "run here with session.x64quantprecision = 1"),
+    ],
+)
+def test_what_to_do_about_saturation_depends_on_the_target(
+    models: tuple[Model, Model], bundle: Bundle, target: str, settings: dict[str, str], remedy: str
+) -> None:
+    job = replace(job_of(models[1].path, target), target=load_target(target, settings))
+    (trap,) = list_traps(bundle, HASWELL, job)
+    assert trap.endswith(f"saturate here, not on Arm; {remedy}")
+
+
 def test_weights_of_seven_bits_and_unsigned_ones_do_not_saturate(models: tuple[Model, Model], tmp_path: Path) -> None:
     proto = onnx.load(str(models[1].path))
     for dtype in (np.int8, np.uint8):
