@@ -754,6 +754,7 @@ def test_the_drop_of_heatmaps_is_the_share_of_peaks_that_move() -> None:
     same = measure.judge(records[1:4])
     assert (same.estimate, same.agreement) == (0, 1)
     assert measure.judge(records[:1]).interval == wilson_interval(1, 4)
+    assert judge_records(measure, records[:1]).interval[0] == 0
     # The same number of peaks, all of them in two samples.
     places = rng.integers(4, 20, (5, 2))
     whole = [

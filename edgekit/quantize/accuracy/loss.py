@@ -273,7 +273,9 @@ def judge_records(measure: Measure, records: Sequence[Array], steps: int = 1) ->
     likeness = max(0.0, float((between - within) / max(between + (size - 1) * within, 1e-12)))
     factor = math.sqrt(1 + (size - 1) * likeness) * student_95(count - 1) / Z95
     low, high = (loss.estimate + factor * (end - loss.estimate) for end in loss.interval)
-    return msgspec.structs.replace(loss, interval=(max(low, -1.0), min(high, 1.0)))
+    # A counted share, unlike an estimated drop, is never below 0.
+    least = -1.0 if loss.interval[0] < 0 else 0.0
+    return msgspec.structs.replace(loss, interval=(max(low, least), min(high, 1.0)))
 
 
 def _judge_tokens(records: Sequence[Array]) -> Loss:
