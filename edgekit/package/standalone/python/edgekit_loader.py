@@ -396,6 +396,8 @@ def main() -> int:
             sys.stdout.write(f"{variant['name']}: not opened: {error}\n")
             continue
         failures = run_self_test(variant, folder, session)
+        if failures and variant["precision"] == "int8" and platform.machine().lower() in {"x86_64", "amd64"}:
+            failures.append("an x64 CPU without VNNI saturates products of u8 and s8, a phone does not: test there")
         for line in failures or [f"self-test passed with {count_samples(variant)} samples"]:
             sys.stdout.write(f"{variant['name']}: {line}\n")
         return 1 if failures else 0
