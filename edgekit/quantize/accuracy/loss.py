@@ -149,7 +149,7 @@ class Measure(msgspec.Struct, frozen=True):
     `source` names what the loss is estimated from. `judge` takes samples as independent (`judge_records`). `distances`
     returns how far each sample moved, float64 [samples]: the Hellinger distance of its decisions, or its noise as a
     share of the signal. If each of a sample's decisions counts as one of its own, `row` of a record says how far each
-    moved.
+    moved. `least` is the smallest loss that there can be: 0 for a share that is counted.
     """
 
     name: str
@@ -157,6 +157,7 @@ class Measure(msgspec.Struct, frozen=True):
     judge: Callable[[Sequence[Array]], Loss]
     distances: Callable[[Sequence[Array]], Array]
     row: int | None = None
+    least: float = -1.0
 
 
 class OutputMeasure(Measure, frozen=True, kw_only=True):
@@ -273,9 +274,7 @@ def judge_records(measure: Measure, records: Sequence[Array], steps: int = 1) ->
     likeness = max(0.0, float((between - within) / max(between + (size - 1) * within, 1e-12)))
     factor = math.sqrt(1 + (size - 1) * likeness) * student_95(count - 1) / Z95
     low, high = (loss.estimate + factor * (end - loss.estimate) for end in loss.interval)
-    # A counted share, unlike an estimated drop, is never below 0.
-    least = -1.0 if loss.interval[0] < 0 else 0.0
-    return msgspec.structs.replace(loss, interval=(max(low, least), min(high, 1.0)))
+    return msgspec.structs.replace(loss, interval=(max(low, measure.least), min(high, 1.0)))
 
 
 def _judge_tokens(records: Sequence[Array]) -> Loss:
@@ -580,7 +579,7 @@ MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
         record=_record_sequence,
     ),
     "heatmaps": OutputMeasure(
-        "peaks that stay (PCK at 5 %)", _PEAKS, _judge_heatmaps, _of_each(lambda record: record[2].mean()), 2,
+        "peaks that stay (PCK at 5 %)", _PEAKS, _judge_heatmaps, _of_each(lambda record: record[2].mean()), 2, 0.0,
         record=record_heatmaps,
     ),
     "labels": OutputMeasure(
@@ -591,7 +590,8 @@ MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
         "spread of the values (R2)", _DIFFERENCES, _judge_values, _value_distances, record=record_values
     ),
     "embedding": OutputMeasure(
-        "nearest neighbours (recall@1)", _NEIGHBOURS, _judge_vectors, _vector_distances, record=_record_vectors
+        "nearest neighbours (recall@1)", _NEIGHBOURS, _judge_vectors, _vector_distances, least=0.0,
+        record=_record_vectors,
     ),
     "image": OutputMeasure(
         "PSNR of images", _DIFFERENCES, _judge_image, _of_each(lambda record: record[0]), record=_record_image
