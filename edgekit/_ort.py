@@ -177,8 +177,12 @@ def _choose_level(model: Path | bytes, settings: SessionSettings) -> Level:
         proto = skim_model(model) if isinstance(model, Path) else onnx.ModelProto.FromString(model)
     except (ModelError, DecodeError):
         return settings.level
-    has_products = any(node.op_type in _INTEGER_PRODUCTS for node in proto.graph.node)
-    return Level.EXTENDED if has_products else settings.level
+    return Level.EXTENDED if has_integer_products(proto.graph) else settings.level
+
+
+def has_integer_products(graph: onnx.GraphProto) -> bool:
+    """Returns True if operators of a graph multiply integers themselves, other than between Q and DQ nodes."""
+    return any(node.op_type in _INTEGER_PRODUCTS for node in graph.node)
 
 
 def makes_session(model: Path | bytes, settings: SessionSettings) -> bool:

@@ -16,6 +16,7 @@ from edgekit._ort import EXACT_SUMS, CpuSession, Level, SessionSettings
 from edgekit.convert.convert import Source, write_ort_form
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.data.samples import Samples
+from edgekit.devices.android.android import X86_64, Android
 from edgekit.devices.device import Job
 from edgekit.devices.local.host import Host
 from edgekit.devices.process.run import find_exact_sums
@@ -168,3 +169,17 @@ def test_a_converted_file_is_compared_in_the_kernels_that_it_has(tmp_path: Path)
     )  # fmt: skip
     assert written.equality is not None
     assert written.equality.passed
+
+
+def test_the_library_for_android_adds_exactly_but_for_operators_of_integers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With MatMulInteger and s8 weights that library ended by SIGABRT (random network 7004 of the long tests)."""
+    monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
+    device, qdq = Android(cpu=X86_64), save(tmp_path / "m.onnx")
+    products = onnx.load(str(qdq))
+    products.graph.node.add(op_type="MatMulInteger", input=["q", "w"], output=["more"])
+    onnx.save(products, str(tmp_path / "p.onnx"))
+    for model, is_exact in ((qdq, True), (tmp_path / "p.onnx", False)):
+        request = device._describe_job(make_job(model, "xnnpack"))
+        assert (request.session_config.get(KEY) == "1") == is_exact

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import write_file
-from edgekit._ort import CPU_PROVIDER
+from edgekit._ort import CPU_PROVIDER, has_integer_products
 from edgekit.devices.android.installed import LOADER, MACHINES
 from edgekit.devices.android.nnapi import compute, network, tflite
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run
@@ -23,6 +23,7 @@ from edgekit.devices.process.pipes import Served, serving
 from edgekit.devices.process.run import describe_job, run_program, stand_in
 from edgekit.errors import UsageError, look_up
 from edgekit.evidence import Evidence
+from edgekit.model.external import skim_model
 from edgekit.serialize import ready_type
 from edgekit.target import Target
 
@@ -242,7 +243,9 @@ class Android(Device, frozen=True, kw_only=True):
         # The session's own threads: one beside XNNPACK's pool, as in edgekit's app loaders.
         runtime = str(LOADER.find_library(self.abi))
         threads = job.threads or (1 if provider == XNNPACK else 0 if self.abi == X86_64 else CORES)
-        describe = stand_in if self.abi == X86_64 else describe_job
+        # With exact sums the library for x86-64 writes beyond a buffer where a MatMulInteger has s8 weights (SIGABRT).
+        is_safe = job.model.suffix == ".onnx" and not has_integer_products(skim_model(job.model).graph)
+        describe = stand_in if self.abi == X86_64 and is_safe else describe_job
         return describe(job, provider=provider, provider_options=options, runtime=runtime, threads=threads)
 
     def _enter(self, job: Job, work: Path, served: Served | None) -> tuple[str, ...]:

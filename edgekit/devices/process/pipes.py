@@ -118,7 +118,7 @@ def serving(folder: Path, module: str, timeout_s: float) -> Generator[Served]:
     end and does not wait for ever.
     """
     served = Served(folder=folder)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     held: list[int] = []
     for name in (ASK, ANSWER):
         os.mkfifo(folder / name)
