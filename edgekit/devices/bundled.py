@@ -40,8 +40,8 @@ def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
     plan = planned.get(address_of(device)) or planned.get(kind_of(device))
     form: Form = "onnx" if kind_of(device) == "emulated" and "onnx" in manifest.forms else manifest.form
     plan = plan or Verification(device=device.name, form=form, samples=samples)
-    may = may_saturate() and address_of(device) in _X64_HERE and "onnx" in manifest.forms
-    if may and _is_mixed(bundle.find_model("onnx")):
+    is_inexact = may_saturate() and address_of(device) in _X64_HERE
+    if is_inexact and "onnx" in manifest.forms and _is_mixed(bundle.find_model("onnx")):
         plan = msgspec.structs.replace(plan, form="onnx")
     return msgspec.structs.replace(plan, samples=min(plan.samples, samples))
 

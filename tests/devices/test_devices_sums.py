@@ -53,6 +53,13 @@ def make_job(model: Path, target: str, **settings: str) -> Job:
     return Job(model=model, target=load_target(target, settings), outputs=(spec,), samples=rows)
 
 
+@pytest.fixture
+def saturating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine looks like an x64 without VNNI."""
+    monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
+    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "x86_64")
+
+
 @pytest.mark.parametrize("kind", ["uint8", "int8"])
 def test_this_machine_computes_what_a_phone_does(kind: str, tmp_path: Path) -> None:
     model = save(tmp_path / "m.onnx", kind)
@@ -63,12 +70,12 @@ def test_this_machine_computes_what_a_phone_does(kind: str, tmp_path: Path) -> N
     assert np.array_equal(next(iter(run.outputs))["y"], exact)
 
 
+@pytest.mark.usefixtures("saturating")
 @pytest.mark.parametrize(("flags", "entry"), [(NO_VNNI, "1"), ("", "1"), (VNNI, "")])
 def test_sessions_ask_for_exact_sums_where_the_cpu_may_saturate(
     flags: str, entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "read_cpu_flags", lambda: flags)
-    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "x86_64")
     model = save(tmp_path / "m.onnx")
     assert read_entry(CpuSession(model, SessionSettings())) == entry
     assert read_entry(CpuSession(model, SessionSettings(config={KEY: "0"}))) == "0"
@@ -89,11 +96,10 @@ def read_entry(session: CpuSession) -> str:
         return ""
 
 
+@pytest.mark.usefixtures("saturating")
 def test_a_device_of_this_machine_adds_exactly_for_phones_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
-    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "x86_64")
     model, shared = save(tmp_path / "m.onnx"), save(tmp_path / "shared.onnx", second="wz")
     for target in ("cpu", "xnnpack", "nnapi", "qnn"):
         assert find_exact_sums(make_job(model, target)) == EXACT_SUMS
@@ -132,12 +138,6 @@ def save_form(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.fixture
-def saturating(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
-    monkeypatch.setattr("edgekit.machine.platform.machine", lambda: "x86_64")
-
-
 @pytest.mark.usefixtures("saturating")
 @pytest.mark.parametrize("text", [MIXED, DYNAMIC, SIGNED])
 def test_products_of_integers_are_exact_at_each_level(text: str, tmp_path: Path) -> None:
@@ -171,11 +171,9 @@ def test_a_converted_file_is_compared_in_the_kernels_that_it_has(tmp_path: Path)
     assert written.equality.passed
 
 
-def test_the_library_for_android_adds_exactly_but_for_operators_of_integers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("saturating")
+def test_the_library_for_android_adds_exactly_but_for_operators_of_integers(tmp_path: Path) -> None:
     """With MatMulInteger and s8 weights that library ended by SIGABRT (random network 7004 of the long tests)."""
-    monkeypatch.setattr(machine, "read_cpu_flags", lambda: NO_VNNI)
     device, qdq = Android(cpu=X86_64), save(tmp_path / "m.onnx")
     products = onnx.load(str(qdq))
     products.graph.node.add(op_type="MatMulInteger", input=["q", "w"], output=["more"])
