@@ -1,5 +1,6 @@
 """Sums of 8-bit products: on a PC whose CPU may saturate, they are those of the phone that it stands in for."""
 
+import shutil
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from tiny_models import parse_net
 
 from edgekit import machine
-from edgekit._ort import EXACT_SUMS, CpuSession, Level, SessionSettings
+from edgekit._ort import EXACT_SUMS, CpuSession, Level, SessionSettings, makes_session
 from edgekit.convert.convert import Source, write_ort_form
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.data.samples import Samples
@@ -112,6 +113,26 @@ def test_a_device_of_this_machine_adds_exactly_for_phones_alone(
         assert not find_exact_sums(job)
     monkeypatch.setattr(machine, "read_cpu_flags", lambda: VNNI)
     assert not find_exact_sums(make_job(model, "cpu"))
+
+
+@pytest.mark.usefixtures("saturating")
+def test_a_file_is_opened_once_to_see_whether_its_sums_can_be_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, opened = save(tmp_path / "m.onnx"), list[Path]()
+
+    def make(model: Path, settings: SessionSettings) -> bool:
+        opened.append(model)
+        return makes_session(model, settings)
+
+    monkeypatch.setattr("edgekit.devices.process.run.makes_session", make)
+    monkeypatch.setattr("edgekit.devices.process.run._MAKES_EXACT", {})
+    # The same file in the folder of each run, and then another one.
+    copies = [Path(shutil.copy(model, tmp_path / name)) for name in ("a.onnx", "b.onnx")]
+    assert [find_exact_sums(make_job(copy, "xnnpack")) for copy in copies] == [EXACT_SUMS] * 2
+    shared = save(tmp_path / "c.onnx", second="wz")
+    assert not find_exact_sums(make_job(shared, "xnnpack"))
+    assert opened == [copies[0], shared]
 
 
 MIXED = """(float[4,64] x) => (float[4,32] y)

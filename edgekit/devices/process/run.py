@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from onnx import TensorProto
 
+from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER, EXACT_SUMS, SessionSettings, makes_session
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
@@ -31,6 +32,8 @@ STANDALONE = Path(__file__).parents[1] / "standalone"
 ORT_RUNNER = STANDALONE / "ort_runner.py"
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
+# Whether ONNX Runtime makes a session with `EXACT_SUMS`, by the digest of the model and its custom operators.
+_MAKES_EXACT: dict[tuple[object, ...], bool] = {}
 # A device may send anything, so the number and length of what goes into reports is limited.
 _MAX_VERSIONS = 32
 
@@ -47,8 +50,11 @@ def find_exact_sums(job: Job) -> Mapping[str, str]:
         return {}
     if all(tensor.data_type != TensorProto.INT8 for tensor in skim_model(job.model).graph.initializer):
         return {}
-    settings = SessionSettings(config=dict(EXACT_SUMS), libraries=job.custom_ops)
-    return EXACT_SUMS if makes_session(job.model, settings) else {}
+    key = (digest_file(job.model), *job.custom_ops)
+    if key not in _MAKES_EXACT:
+        settings = SessionSettings(config=dict(EXACT_SUMS), libraries=job.custom_ops)
+        _MAKES_EXACT[key] = makes_session(job.model, settings)
+    return EXACT_SUMS if _MAKES_EXACT[key] else {}
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
