@@ -74,15 +74,6 @@ class Level(enum.StrEnum):
     ALL = "all"
 
 
-_LEVELS: dict[Level, Any] = {
-    Level.DISABLED: _ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    Level.BASIC: _ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    Level.EXTENDED: _ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-    Level.LAYOUT: _ort.GraphOptimizationLevel.ORT_ENABLE_LAYOUT,
-    Level.ALL: _ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
-
-
 PRECISE = "session.x64quantprecision"
 EXACT_SUMS: Mapping[str, str] = {PRECISE: "1", "session.qdqisint8allowed": "0"}
 """The session config entries with which an x64 without VNNI adds products of 8 bits in 32 bits, as a phone does.
@@ -131,13 +122,39 @@ class CpuSession:
 
     def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str | None = None) -> None:
         name = subject or (str(model) if isinstance(model, Path) else "the model")
-        source, config = _leave_weights(model) if settings.save_to is None else (model, {})
+        source = str(model) if isinstance(model, Path) else model
+        # Threads that spin while they wait for work cost as many CPU seconds as the work itself, and even more if other
+        # threads compete for the cores.
+        config = {"session.intra_op.allow_spinning": "0", **settings.config}
+        if settings.save_to is None and isinstance(model, Path) and has_large_weights_inside(model):
+            # Memory-mapped: otherwise ONNX Runtime would hold the protobuf in memory beside its own copy of the
+            # weights. A file that is no model is passed on: ONNX Runtime refuses it itself.
+            with contextlib.suppress(ModelError):
+                source = point_into(model).SerializeToString()
+                config |= external_config(model.parent)
 
-        def open_session(level: Level = settings.level, **more: str) -> Any:
-            entries = {**more, **settings.config, **config}
+        def open_session(level: Level, more: Mapping[str, str]) -> Any:
+            options = cast("Any", _ort).SessionOptions()
+            kind = "DISABLE_ALL" if level == Level.DISABLED else f"ENABLE_{level.name}"
+            options.graph_optimization_level = getattr(_ort.GraphOptimizationLevel, f"ORT_{kind}")
+            # Errors come as exceptions; the same text on stderr would be mixed with the lines of progress.
+            options.log_severity_level = 4
+            # What checks shapes has no session: its warnings, as of a deprecated attribute, go to the logger of the
+            # process.
+            cast("Any", _ort).set_default_logger_severity(4)
+            options.intra_op_num_threads, options.enable_cpu_mem_arena = settings.threads, settings.arena
+            options.enable_mem_pattern = options.enable_mem_reuse = settings.one_block
+            for key, value in {**more, **config}.items():
+                options.add_session_config_entry(key, value)
+            if settings.in_order:
+                options.execution_order = cast("Any", _ort).ExecutionOrder.PRIORITY_BASED
+            for library in settings.libraries:
+                options.register_custom_ops_library(str(library))
+            if settings.save_to is not None:
+                options.optimized_model_filepath = str(settings.save_to)
             return _ort.InferenceSession(
-                str(source) if isinstance(source, Path) else source,
-                _session_options(msgspec.structs.replace(settings, level=level, config=entries)),
+                source,
+                options,
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
                 # With the fallback, the Python package opens another session on the CPU provider if the first fails,
@@ -151,8 +168,8 @@ class CpuSession:
             if settings.save_to is None and may_saturate() and PRECISE not in settings.config:
                 # ONNX Runtime 1.31 fails with it if layers share weights or a zero point.
                 with contextlib.suppress(*_TRANSLATED):
-                    self._session = open_session(_choose_level(model, settings), **EXACT_SUMS)
-            self._session = self._session or open_session()
+                    self._session = open_session(_choose_level(model, settings), EXACT_SUMS)
+            self._session = self._session or open_session(settings.level, {})
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
         self._name = name
@@ -240,24 +257,14 @@ def translated(subject: str) -> Generator[None]:
             raise RuntimeRefusal(hide_work(words[:600]), hint=hint) from error
         message = hide_work(f"ONNX Runtime refuses '{subject}': {first[:400]}")
         # The message has the path, and a file may be called after its opset.
-        raise RuntimeRefusal(message, hint=_hint(first.replace(subject, ""))) from error
+        found_hints = ((re.search(pattern, first.replace(subject, "")), hint) for pattern, hint in _HINTS)
+        hint = next(hint.format(*match.groups()) for match, hint in found_hints if match is not None)
+        raise RuntimeRefusal(message, hint=hint) from error
 
 
 def external_config(folder: Path) -> dict[str, str]:
     """Returns the session config entry with the folder of external weights, for a model loaded from bytes."""
     return {"session.model_external_initializers_file_folder_path": str(folder.absolute())}
-
-
-def _leave_weights(model: Path | bytes) -> tuple[Path | bytes, dict[str, str]]:
-    """Returns what to load, with session config entries, so that weights inside a large file are memory-mapped.
-
-    Otherwise ONNX Runtime would hold the protobuf in memory beside its own copy of the weights.
-    """
-    if isinstance(model, Path) and has_large_weights_inside(model):
-        # A file that is no model is passed on: ONNX Runtime refuses it itself.
-        with contextlib.suppress(ModelError):
-            return point_into(model).SerializeToString(), external_config(model.parent)
-    return model, {}
 
 
 _NO_LOCALE = (
@@ -297,30 +304,3 @@ _HINTS = (
     ("serialization failed", "is the disk full? free some space, or set TMPDIR to a larger place"),
     ("", "check that the model runs in ONNX Runtime: edgekit inspect MODEL"),
 )
-
-
-def _hint(message: str) -> str:
-    found = ((re.search(pattern, message), hint) for pattern, hint in _HINTS)
-    return next(hint.format(*match.groups()) for match, hint in found if match is not None)
-
-
-def _session_options(settings: SessionSettings) -> Any:
-    options = cast("Any", _ort).SessionOptions()
-    options.graph_optimization_level = _LEVELS[settings.level]
-    # Errors come as exceptions; the same text on stderr would be mixed with the lines of progress.
-    options.log_severity_level = 4
-    # What checks shapes has no session: its warnings, as of a deprecated attribute, go to the logger of the process.
-    cast("Any", _ort).set_default_logger_severity(4)
-    options.intra_op_num_threads, options.enable_cpu_mem_arena = settings.threads, settings.arena
-    options.enable_mem_pattern = options.enable_mem_reuse = settings.one_block
-    # Threads that spin while they wait for work cost as many CPU seconds as the work itself, and even more if other
-    # threads compete for the cores.
-    for key, value in {"session.intra_op.allow_spinning": "0", **settings.config}.items():
-        options.add_session_config_entry(key, value)
-    if settings.in_order:
-        options.execution_order = cast("Any", _ort).ExecutionOrder.PRIORITY_BASED
-    for library in settings.libraries:
-        options.register_custom_ops_library(str(library))
-    if settings.save_to is not None:
-        options.optimized_model_filepath = str(settings.save_to)
-    return options

@@ -141,14 +141,21 @@ def stream_process(
     threads = [Thread(target=target, args=args, daemon=True) for target, args in work]
     for thread in threads:
         thread.start()
+    output: Any = child.stdout
     try:
-        ended = _read_until(child, deadline, take)
+        with output:
+            timed: Any = _Timed(output.fileno(), deadline)
+            stream = io.BufferedReader(timed, _CHUNK_BYTES)
+            take(stream)
+            # Do not wait for output that has not arrived: a grandchild may hold the pipe open after the program has
+            # ended.
+            has_ended = bool(select.select([output], [], [], 0)[0]) and not stream.peek(1)
     except BaseException:
         _end_group(child.pid)
         child.wait()
         _RUNNING.discard(child.pid)
         raise
-    if not ended:
+    if not has_ended:
         _end_group(child.pid)
     status, timed_out, peak = _wait(child, max(0.0, deadline - time.monotonic()))
     for thread in threads:
@@ -183,18 +190,6 @@ class _Timed(io.RawIOBase):
         if left <= 0 or not select.select([self._descriptor], [], [], left)[0]:
             return 0
         return os.readv(self._descriptor, [buffer])
-
-
-def _read_until(child: subprocess.Popen[bytes], deadline: float, take: Callable[[io.BufferedReader], None]) -> bool:
-    """Lets `take` read the output, and returns True if nothing is left to read, without waiting for more."""
-    if child.stdout is None:
-        return True
-    with child.stdout as pipe:
-        timed: Any = _Timed(pipe.fileno(), deadline)
-        stream = io.BufferedReader(timed, _CHUNK_BYTES)
-        take(stream)
-        # Do not wait for output that has not arrived: a grandchild may hold the pipe open after the program has ended.
-        return bool(select.select([pipe], [], [], 0)[0]) and not stream.peek(1)
 
 
 def _write_all(pipe: IO[bytes], feed: Iterable[bytes], wrong: list[BaseException]) -> None:

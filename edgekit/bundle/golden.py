@@ -9,6 +9,7 @@ import math
 import os
 import zipfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from operator import itemgetter
@@ -186,8 +187,6 @@ INPUTS, OUTPUTS, LABELS, WORDS = "inputs.npz", "outputs.npz", "labels.npy", "lab
 """The golden files. Labels that are classes or arrays are in the `.npy`, texts and boxes in the `.json`."""
 
 _FLATTENED = frozenset({"sequence", "map"})
-# Concurrent runs share the cores: a thread that spins while it waits would take one from another run.
-_NO_SPINNING = {"session.intra_op.allow_spinning": "0"}
 
 
 class Golden(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,8 +265,15 @@ def make_golden(
     if labels is not None and len(labels) != samples.count:
         words = f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'"
         raise DataError(words, hint="give one a sample")
+    # One at a time with custom operators, because their library may not be thread-safe.
+    at_once, settings = 1 if model.custom_ops else at_once, _choose_settings(model)
+    if at_once > 1:
+        threads = max(1, (os.cpu_count() or 1) // at_once)
+        settings = msgspec.structs.replace(settings, threads=threads)
+    session = CpuSession(model.path, settings)
+    run = session.run if known is None else partial(known.run, session)
     with writing_rows(out / INPUTS, ragged=ragged) as inputs, writing_rows(out / OUTPUTS, ragged=True) as outputs:
-        for sample, result in _run_all(model, samples, at_once, known):
+        for sample, result in map_in_order(run, samples, at_once):
             inputs.append(sample)
             outputs.append(result)
     if labels is not None:
@@ -336,26 +342,6 @@ def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Sample
     if samples.count != golden.samples:
         raise DataError(f"'{path}' holds {samples.count} samples, not {golden.samples}", hint="build the bundle again")
     return samples
-
-
-def _run_all(
-    model: Model, samples: Samples, at_once: int, known: KnownOutputs | None
-) -> Iterator[tuple[Tensors, Tensors]]:
-    """Returns each sample with its outputs, in order, as they are computed.
-
-    With custom operators one sample runs at a time, because their library may not be thread-safe.
-    """
-    at_once = 1 if model.custom_ops else at_once
-    settings = _choose_settings(model)
-    if at_once > 1:
-        threads = max(1, (os.cpu_count() or 1) // at_once)
-        settings = msgspec.structs.replace(settings, threads=threads, config=_NO_SPINNING)
-    session = CpuSession(model.path, settings)
-
-    def run(sample: Tensors) -> Tensors:
-        return session.run(sample) if known is None else known.run(session, sample)
-
-    return map_in_order(run, samples, at_once)
 
 
 def _choose_settings(model: Model) -> SessionSettings:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from edgekit._ort import CPU_PROVIDER, VERSION
+from edgekit._ort import VERSION
 from edgekit.bundle.manifest import CallSettings
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
@@ -276,20 +276,6 @@ def refuse_run(device: Device, reason: str) -> DeviceRun:
         versions={},
         failure=reason,
     )
-
-
-class CpuDevice(Device, frozen=True, kw_only=True):
-    """A CPU of this machine; as that is usually not the target's, the evidence is `emulated`.
-
-    For a target whose own provider is the CPU provider, the evidence is `same-ep`.
-    """
-
-    evidence: Evidence = Evidence.EMULATED
-
-    def for_target(self, target: Target) -> "CpuDevice":
-        """Returns the device with the evidence of a run in the target's own provider, if that is the CPU provider."""
-        is_own = target.provider == CPU_PROVIDER
-        return msgspec.structs.replace(self, evidence=Evidence.SAME_EP) if is_own else self
 
 
 class WrappedDevice(Device, frozen=True, kw_only=True):

@@ -393,30 +393,29 @@ def choose_devices(
                 words = f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that"
                 raise UsageError(words, hint="if it is yours, name it: --on")
     names = choice.names if choice.names or listed else default
-    devices = [device for name in names for device in _find_with_settings(name, target_for, choice.settings)]
-    if choice.settings and not any(_takes_settings(name, target_for) for name in names):
+    found = [_apply_settings(name, target_for, choice.settings) for name in names]
+    if choice.settings and not any(takes_settings for _, takes_settings in found):
         named = f"--set {next(iter(choice.settings))}"
         words = f"{named} means nothing for {', '.join(names) or 'these devices'}"
         raise UsageError(words, hint="--on android takes it")
+    devices = [device for several, _ in found for device in several]
     for entry in listed:
-        if entry.settings and not _takes_settings(entry.device, target_for):
+        several, takes_settings = _apply_settings(entry.device, target_for, entry.settings)
+        if entry.settings and not takes_settings:
             words = f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'"
             raise UsageError(words, hint="leave them out")
-        found = _find_with_settings(entry.device, target_for, entry.settings)
-        devices += [_name_device(entry, device, is_one=len(found) == 1) for device in found]
+        devices += [_name_device(entry, device, is_one=len(several) == 1) for device in several]
     return devices
 
 
-def _find_with_settings(name: str, target_for: Callable[[str], Target], given: Mapping[str, str]) -> Sequence[Device]:
-    """Returns a device with settings applied: several if they name several CPUs, unchanged if it takes none."""
+def _apply_settings(
+    name: str, target_for: Callable[[str], Target], given: Mapping[str, str]
+) -> tuple[Sequence[Device], bool]:
+    """Returns a device with settings applied, several if they name several CPUs, and whether it takes any."""
     target = target_for(name)
     device = find_device(name, target)
-    return (device.with_settings(given, target) or (device,)) if given else (device,)
-
-
-def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:
-    target = target_for(name)
-    return find_device(name, target).with_settings({}, target) is not None
+    found = device.with_settings(given, target)
+    return found or (device,), found is not None
 
 
 def _name_device(entry: ListedDevice, device: Device, *, is_one: bool) -> NamedDevice:

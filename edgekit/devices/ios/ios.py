@@ -35,18 +35,15 @@ _DEFINED = re.compile(r"\bdarwin_(\w+)")
 _CLASS = "OBJC_CLASS_$_"
 
 
-def list_stand_ins() -> frozenset[str]:
-    """Returns Apple's names for which the sources define a stand-in."""
-    return frozenset(name for source in LOADER.list_sources() for name in _DEFINED.findall(source.read_text()))
-
-
 def map_imports(imports: Collection[str]) -> dict[str, str]:
     """Returns the symbol for each import, whose name starts with Apple's underscore.
 
     A suffix after `$` selects a variant of a function and is dropped. All Objective-C classes become the same object,
     which ignores every message.
     """
-    stand_ins, places = list_stand_ins(), dict[str, str]()
+    stand_ins, places = set[str](), dict[str, str]()
+    for source in LOADER.list_sources():
+        stand_ins.update(_DEFINED.findall(source.read_text()))
     for name in imports:
         plain_name = name.removeprefix("_").partition("$")[0]
         place = f"darwin_{plain_name}" if plain_name in stand_ins else plain_name

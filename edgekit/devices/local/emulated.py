@@ -14,7 +14,7 @@ from edgekit.devices.device import Device, DeviceRun, Job, PlacedNode, refuse_ru
 from edgekit.devices.process.run import describe_job, run_python
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
-from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, find_reads, load_model, read_proto, refill
+from edgekit.model.model import MAX_PROTOBUF_BYTES, find_reads, load_model, read_proto, refill
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
@@ -120,49 +120,32 @@ class Emulated(Device, frozen=True, kw_only=True):
 
     def run(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job; the placement is the predicted one."""
+        taken = {node.name for node in job.check.node_list if node.taken}
         try:
             model = load_model(job.model)
-            proto = read_proto(model, weights=False)
-            taken = _taken_names(job)
+            nodes, file = read_proto(model, weights=False).graph.node, model.path
             # A check of another model would round the wrong nodes, unnoticed.
-            if stray := taken - {node.name for node in proto.graph.node}:
+            if stray := taken - {node.name for node in nodes}:
                 words = f"the check is of another model than '{job.model.name}': it has no node '{min(stray)}'"
                 raise ModelError(words, hint="check it again")
-            placement = tuple(
-                PlacedNode(
-                    name=node.name,
-                    op=node.op_type,
-                    domain=node.domain,
-                    provider=job.target.provider if node.name in taken else CPU_PROVIDER,
-                )
-                for node in proto.graph.node
-            )
-            emulation = _emulate(model, proto, job, work)
+            if job.precision == "fp16" and not any(node.op_type == "DequantizeLinear" for node in nodes):
+                # The copy has its weights inside, for a while both the rounded and the original ones.
+                if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
+                    raise ModelError(f"'{file.name}' is too large to emulate in fp16", hint="verify it on a device")
+                full, file = read_proto(model), work / "half.onnx"
+                types = find_float_types(full)
+                halves = {name for name, dtype in types.items() if dtype == HALF}
+                of_halves = {node.name for node in full.graph.node if halves & {*node.input, *node.output}}
+                # A provider that also computes in float32 does so for the nodes that the file keeps in it.
+                round_to_half(full, taken & of_halves if job.target.float_bits > 16 else taken, types)
+                onnx.save(full, str(file))
         except EdgekitError as error:
             return refuse_run(self, error.message.replace(f"{work}/", ""))
-        request = describe_job(job, model=str(emulation.resolve()), session_config={}, level=Level.DISABLED)
+        request = describe_job(job, model=str(file.resolve()), session_config={}, level=Level.DISABLED)
         run = run_python(self, job, request, work)
+        providers = {True: job.target.provider, False: CPU_PROVIDER}
+        placement = tuple(
+            PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=providers[node.name in taken])
+            for node in nodes
+        )
         return msgspec.structs.replace(run, placement=placement, placement_source="predicted")
-
-
-def _taken_names(job: Job) -> frozenset[str]:
-    return frozenset(node.name for node in job.check.node_list if node.taken)
-
-
-def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path:
-    """Returns the file to run: the model, or for a float model in fp16 a copy that rounds to half."""
-    if job.precision != "fp16" or any(node.op_type == "DequantizeLinear" for node in proto.graph.node):
-        return model.path
-    # The copy has its weights inside, for a while both the rounded and the original ones.
-    if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
-        raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
-    full = read_proto(model)
-    types, taken = find_float_types(full), _taken_names(job)
-    # A provider that also computes in float32 does so for the nodes that the file keeps in it.
-    if job.target.float_bits > 16:
-        halves = {name for name, dtype in types.items() if dtype == HALF}
-        taken &= {node.name for node in full.graph.node if halves & {*node.input, *node.output}}
-    round_to_half(full, taken, types)
-    rounded = work / "half.onnx"
-    onnx.save(full, str(rounded))
-    return rounded

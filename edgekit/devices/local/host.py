@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, digest_files
-from edgekit._ort import VERSION
+from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.check.report import count_of
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
-from edgekit.devices.device import CpuDevice, Device, DeviceRun, Job, Missing, refuse_run, require_device
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run, require_device
 from edgekit.devices.local.arm64 import CPUS, PYTHON, find_arm64_versions, find_missing_root, run_in_root
 from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
@@ -30,21 +30,24 @@ from edgekit.evidence import Evidence
 from edgekit.machine import cache_folder
 from edgekit.model.external import skim_model
 from edgekit.model.model import list_model_files
+from edgekit.target import Target
 
 _QEMU = "qemu-x86_64-static"
 
 
-class Host(CpuDevice, frozen=True, kw_only=True):
+class Host(Device, frozen=True, kw_only=True):
     """The CPU provider on this machine's CPU, usually not the target's, or on one that qemu emulates.
 
     `cpu` is "" for this machine's, "Haswell" for an older x64, or an Arm core. qemu's Haswell has AVX2, but neither
     VNNI nor AVX-512: on it MLAS uses its VPMADDUBSW kernels, whose sums of u8 by s8 products saturate
     (targets/cpu/NOTES.md). An Arm core runs the kernels of an Arm device, but not at its speed. With `native` edgekit's
-    own runner opens the model, in place of Python.
+    own runner opens the model, in place of Python. As the CPU is usually not the target's, the evidence is `emulated`;
+    for a target whose own provider is the CPU provider, it is `same-ep`.
     """
 
     cpu: str = ""
     native: bool = False
+    evidence: Evidence = Evidence.EMULATED
 
     @property
     def is_arm(self) -> bool:
@@ -61,6 +64,11 @@ class Host(CpuDevice, frozen=True, kw_only=True):
     def abi(self) -> str:
         """The kind of machine for which the runner is built."""
         return "linux-arm64" if self.is_arm else host_abi()
+
+    def for_target(self, target: Target) -> "Host":
+        """Returns the device with the evidence of a run in the target's own provider, if that is the CPU provider."""
+        is_own = target.provider == CPU_PROVIDER
+        return msgspec.structs.replace(self, evidence=Evidence.SAME_EP) if is_own else self
 
     def find_versions(self) -> dict[str, str]:
         """Returns the versions of ONNX Runtime, and in the Debian root of Python and qemu."""

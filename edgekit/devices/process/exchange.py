@@ -169,9 +169,22 @@ def read_tensors(path: Path, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     Raises:
         DeviceError: it is not a file of tensors, or it does not hold exactly the tensors of `specs`.
     """
+    tensors: dict[str, Array] = {}
     with path.open("rb") as stream:
-        entries = _decode_header(stream.readline(MAX_HEADER_BYTES + 1), path, specs)
-        return {entry.name: _read_payload(stream, entry, path) for entry in entries}
+        for entry in _decode_header(stream.readline(MAX_HEADER_BYTES + 1), path, specs):
+            data = stream.read(entry.size_bytes)
+            if entry.dtype != "string":
+                dtype = np.dtype(DTYPES[entry.dtype])
+                value = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
+            else:
+                try:
+                    value = np.array(msgspec.json.decode(data, type=ready_type(list[str])), dtype=object)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise _malformed(path, f"the strings of '{entry.name}' are wrong: {error}") from error
+                if value.size != math.prod(entry.shape):
+                    raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
+            tensors[entry.name] = value.reshape(entry.shape)
+    return tensors
 
 
 def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
@@ -202,20 +215,6 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
     if sum(entry.size_bytes for entry in entries) > MAX_SAMPLE_BYTES:
         raise _malformed(path, f"it is larger than {MAX_SAMPLE_BYTES} bytes")
     return entries
-
-
-def _read_payload(stream: IO[bytes], entry: _Entry, path: Path) -> Array:
-    data = stream.read(entry.size_bytes)
-    if entry.dtype != "string":
-        dtype = np.dtype(DTYPES[entry.dtype])
-        return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(entry.shape)
-    try:
-        items = msgspec.json.decode(data, type=ready_type(list[str]))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(path, f"the strings of '{entry.name}' are wrong: {error}") from error
-    if len(items) != math.prod(entry.shape):
-        raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
-    return np.array(items, dtype=object).reshape(entry.shape)
 
 
 def _malformed(path: Path, reason: str) -> DeviceError:
