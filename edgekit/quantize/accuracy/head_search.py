@@ -343,29 +343,33 @@ def _agreement(
     Boxes of neighbouring cells overlap anyway, so for comparison each row gets the numbers of another one. If the first
     shuffle does not show that the reading is wrong, _SHUFFLES are made.
     """
+
+    def decode(values: Sequence[Array]) -> list[Array]:
+        return [heads.decode_boxes(head.code, own, head.grid, one.rows) for own, one in zip(values, sure, strict=True)]
+
+    def overlap(boxes: Sequence[Array]) -> list[float]:
+        """Returns, for each box of all samples, its highest IoU with another box of its class."""
+        found = list[float]()
+        for own, one in zip(boxes, sure, strict=True):
+            overlaps = heads.overlap_boxes(own, own) * (one.classes[:, None] == one.classes)
+            np.fill_diagonal(overlaps, 0)
+            found += overlaps.max(axis=1).tolist() if len(own) > 1 else []
+        return found
+
     values = [head.read_boxes(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
-    every = np.concatenate(values)
-    boxes = [heads.decode_boxes(head.code, each, head.grid, one.rows) for each, one in zip(values, sure, strict=True)]
+    every, boxes = np.concatenate(values), decode(values)
     beyond = np.abs(every[:, :2] - 0.5).max(axis=1) - 0.5
     in_cells = head.peaks is None or float((beyond <= _BEYOND_CELL).mean()) >= _MOSTLY
     if not in_cells or not heads.are_boxes(np.concatenate(boxes), image, explicit=head.grid is None):
         return 0.0, 0.0
-    near = [each for right, one in zip(boxes, sure, strict=True) for each in _overlap_neighbours(right, one.classes)]
+    near = overlap(boxes)
     if len(near) < _LEAST_SEEN:
         return 0.0, 0.0
     rng, others, own = np.random.default_rng(0), list[float](), float(np.mean(near))
+    ends = np.cumsum([len(one.rows) for one in sure])[:-1]
     while len(others) < _SHUFFLES and (not others or own - others[0] >= _least_agreement(head, others[0]) / 2):
-        others.append(_overlap_shuffled(head, rng.permutation(every), sure))
+        others.append(float(np.mean(overlap(decode(np.split(rng.permutation(every), ends))))))
     return own, float(np.mean(others))
-
-
-def _overlap_shuffled(head: heads.Head, values: Array, sure: Sequence[_HighScores]) -> float:
-    """Returns the mean IoU of boxes with high scores if their numbers were `values`, those of all samples in a row."""
-    swapped = np.split(values, np.cumsum([len(one.rows) for one in sure])[:-1])
-    boxes = [heads.decode_boxes(head.code, swap, head.grid, one.rows) for swap, one in zip(swapped, sure, strict=True)]
-    return float(
-        np.mean([each for box, one in zip(boxes, sure, strict=True) for each in _overlap_neighbours(box, one.classes)])
-    )
 
 
 def _least_agreement(head: heads.Head, mixed: float) -> float:
@@ -373,13 +377,6 @@ def _least_agreement(head: heads.Head, mixed: float) -> float:
     if head.peaks is not None:
         return _LEAST_CENTRED
     return min(_LEAST_AGREEMENT, max(_FAINT, _LEAST_GAIN * (1 - mixed)))
-
-
-def _overlap_neighbours(boxes: Array, classes: Array) -> list[float]:
-    """Returns, for each box, its highest IoU with another box of its class."""
-    overlaps = heads.overlap_boxes(boxes, boxes) * (classes[:, None] == classes)
-    np.fill_diagonal(overlaps, 0)
-    return [float(value) for value in overlaps.max(axis=1)] if len(boxes) > 1 else []
 
 
 # Detectors list 10 to 1,000 boxes; the order of fewer rows tells nothing.
@@ -455,10 +452,15 @@ def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionLi
     if score is None:
         return None
     names = {name: shape for name, shape in names.items() if shape[0] == names[score.output][0]}
-    kinds = [column for column in columns if column.output in names and column != score and _are_kinds(read(column))]
+    columns = [column for column in columns if column.output in names and column != score]
+    whole = [column for column in columns if (read(column) == np.rint(read(column))).all()]
+    kinds = [column for column in whole if np.abs(read(column)).max() <= _MOST_CLASSES]
     kind = max(kinds, key=lambda column: len(np.unique(read(column))), default=None)
-    sure = read(score) >= read(score).max() / 2
-    for boxes in _place_boxes(names, [each for each in (score, kind) if each is not None]):
+    sure, free = read(score) >= read(score).max() / 2, {*columns} - {kind}
+    # Boxes are four columns side by side, none of which holds the scores or classes.
+    for boxes in columns:
+        if not free.issuperset(Column(output=boxes.output, index=boxes.index + side) for side in range(_BOX)):
+            continue
         numbers = np.concatenate([_read_boxes(sample, boxes)[kept] for sample, kept in zip(samples, sure, strict=True)])
         for code in CODES:
             if heads.are_boxes(heads.EXPLICIT[code](numbers), image, explicit=True):
@@ -493,15 +495,3 @@ def _are_ranked(values: Array) -> bool:
     if not np.isfinite(values).all() or values.min() < 0 or not _LEAST_LISTED_SCORE <= values.max() <= 1:
         return False
     return bool((np.diff(values, axis=1) <= 0).all() and (np.ptp(values, axis=1) > 0).mean() > 1 / 2)
-
-
-def _are_kinds(values: Array) -> bool:
-    return bool(np.isfinite(values).all() and (values == np.rint(values)).all() and values.max() <= _MOST_CLASSES)
-
-
-def _place_boxes(names: Mapping[str, tuple[int, ...]], taken: Sequence[Column]) -> Iterator[Column]:
-    """Yields each place of four columns side by side that are neither scores nor classes."""
-    for name, shape in names.items():
-        for start in range(shape[1] - _BOX + 1):
-            if not any(each.output == name and start <= each.index < start + _BOX for each in taken):
-                yield Column(output=name, index=start)

@@ -242,14 +242,13 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 
     def view(self, outputs: Tensors) -> Array:
         """Returns the columns of all rows as they lie in memory, [rows, columns]."""
-        parts = [self._read_level(outputs[name]) for name in self.outputs]
+        parts = list[Array]()
+        for value in (outputs[name] for name in self.outputs):
+            rows = np.moveaxis(value[0], self.axis, -1) if value.ndim > 2 else value
+            if self.anchors > 1:
+                rows = np.moveaxis(rows.reshape(*rows.shape[:-1], self.anchors, -1), -2, 0)
+            parts.append(rows.reshape(-1, rows.shape[-1]))
         return (np.concatenate(parts) if len(parts) > 1 else parts[0])[:, self.start : self.stop]
-
-    def _read_level(self, value: Array) -> Array:
-        rows = np.moveaxis(value[0], self.axis, -1) if value.ndim > 2 else value
-        if self.anchors > 1:
-            rows = np.moveaxis(rows.reshape(*rows.shape[:-1], self.anchors, -1), -2, 0)
-        return rows.reshape(-1, rows.shape[-1])
 
 
 class ExtraColumns(Columns, frozen=True, kw_only=True):

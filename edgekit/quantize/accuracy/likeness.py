@@ -52,10 +52,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_head(head: Detector, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
     """Returns a detector's boxes and classes as one part, and each of its other predictions, such as keypoints."""
-    own, judge = (
-        {name: shapes[name] for name in sorted(head.outputs)},
-        partial(detections.estimate_drop, centred=head.centred),
-    )
+    own = {name: shapes[name] for name in sorted(head.outputs)}
+    judge = partial(detections.estimate_drop, centred=head.centred)
     distances = partial(detections.detection_distances, centred=head.centred)
     whole = Measure(AP, "the float model's detections", judge, distances)
     extras = [
@@ -89,9 +87,10 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known
 
 
 class Compared(NamedTuple):
-    """The comparison of a sample: the powers of each output and of its noise, and the record of each part.
+    """The comparison of a sample: the powers of each float output and of its noise, and the record of each part.
 
-    The record is None if an output has another shape, or if values that are not finite make the part `broken`.
+    Where an output has another shape, its noise is infinite and the record None. So is the record if values that are
+    not finite make the part `broken`.
     """
 
     powers: dict[str, Array]
@@ -115,21 +114,13 @@ def compare_sample(parts: Sequence[Part], pair: Pair) -> Compared:
             broken.add(place)
         is_sound = fits and place not in broken
         records.append(part.record(pair.expected, pair.found) if is_sound else None)
-    return Compared(_find_powers(pair.expected, pair.found), tuple(records), frozenset(broken))
-
-
-def _find_powers(expected: Tensors, found: Tensors) -> dict[str, Array]:
-    """Returns [signal, noise] powers of each float output; the noise of one with another shape is infinite."""
     powers = dict[str, Array]()
-    for name, value in expected.items():
-        if value.dtype.kind != "f":
-            continue
-        other = found.get(name)
-        if other is None or other.shape != value.shape:
-            powers[name] = np.array([0.0, np.inf])
-            continue
-        powers[name] = measure_powers(value, other)
-    return powers
+    for name, value in pair.expected.items():
+        if value.dtype.kind == "f":
+            other = pair.found.get(name)
+            fits = other is not None and other.shape == value.shape
+            powers[name] = measure_powers(value, pair.found[name]) if fits else np.array([0.0, np.inf])
+    return Compared(powers, tuple(records), frozenset(broken))
 
 
 class Likeness:

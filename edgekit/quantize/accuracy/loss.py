@@ -248,7 +248,7 @@ def _judge_sequences(records: Sequence[Array]) -> Loss:
                 old, new = (find_probability(each, chances, blank) for each in (one, two))
         # Answers of many steps are hardly ever all the same: each counts as one of its own.
         table.append(np.array([old - new if changed else 0.0, float(changed), place]))
-    return _judge_classes(table)
+    return _judge_decisions(table)
 
 
 def judge_records(measure: Measure, records: Sequence[Array], steps: int = 1) -> Loss:
@@ -281,20 +281,30 @@ def _judge_tokens(records: Sequence[Array]) -> Loss:
     """Judges each token as a decision of its own."""
     answers, old, new = (np.concatenate([record[row] for record in records]) for row in (0, 2, 3))
     changed = np.concatenate([record[0] != record[1] for record in records])
-    return _judge_decisions(np.stack([np.where(changed, old - new, 0.0), changed, answers], axis=1))
+    return _judge_decisions([*np.stack([np.where(changed, old - new, 0.0), changed, answers], axis=1)])
 
 
-def _judge_classes(records: Sequence[Array]) -> Loss:
-    return _judge_decisions(np.stack(records))
+def _judge_decisions(records: Sequence[Array]) -> Loss:
+    """Judges decisions, each a record of its expected cost, 1 if it changed else 0, and the old class.
 
-
-def _judge_decisions(table: Array) -> Loss:
-    changed = table[:, 1] > 0
+    The interval is that of the share of changes times the mean cost of one, by the variances of both (delta method).
+    The variance of the share is that of Jeffreys' posterior (L. D. Brown, T. T. Cai and A. DasGupta, 2001). The
+    variance of the mean cost is that of the observed costs, plus one for wrong confidences (`_cost_deviation`).
+    """
+    table = np.stack(records)
+    total, changed = len(table), table[:, 1] > 0
+    costs, estimate = table[changed, 0], float(table[:, 0].mean())
+    count = len(costs) + _PRIOR_CHANGES
+    rate, cost = count / (total + 2 * _PRIOR_CHANGES), (float(costs.sum()) + _PRIOR_CHANGES * _PRIOR_COST) / count
+    rate_variance = rate * (1 - rate) / (total + 2 * _PRIOR_CHANGES + 1)
+    cost_variance = float(((costs - cost) ** 2).sum()) / count**2 + _cost_deviation(rate) ** 2
+    reach = Z95 * math.sqrt(rate_variance * cost**2 + rate**2 * cost_variance)
+    low, high = min(estimate, rate * cost - reach), max(estimate, rate * cost + reach)
     return Loss(
-        estimate=float(table[:, 0].mean()),
-        interval=_interval_of_costs(table[changed, 0], len(table)),
+        estimate=estimate,
+        interval=(max(low, -1.0), min(high, 1.0)),
         agreement=float(1 - changed.mean()),
-        is_one_answer=len(table) > 1 and len(set(table[:, 2])) == 1,
+        is_one_answer=total > 1 and len(set(table[:, 2])) == 1,
     )
 
 
@@ -349,7 +359,7 @@ def _judge_labels(records: Sequence[Array]) -> Loss:
     """Returns half of the share of labels that changed, since the float model's confidence in them is unknown."""
     table = np.stack(records)
     changed = float(table[:, 0].sum() / table[:, 1].sum())
-    _, most = bootstrap(table, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
+    _, most = bootstrap(table, _divide)
     if table[:, 1].max() == 1:
         most = wilson_interval(int(table[:, 0].sum()), len(table))[1]
     return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
@@ -443,11 +453,8 @@ def _judge_image(records: Sequence[Array]) -> Loss:
     errors, detail = table[:, :2].T / peak**2
     before = -10 * np.log10(np.clip(detail, 10 ** (-_MOST_PSNR_DB / 10), 10 ** (-LEAST_PSNR_DB / 10)))
     pairs = np.stack([10 * np.log10(1 + errors * 10 ** (before / 10)), before], axis=1)
-
-    def score(sums: Array) -> Array:
-        return np.asarray(sums[..., 0] / sums[..., 1])
-
-    return Loss(estimate=float(score(pairs.sum(axis=0))), interval=bootstrap(pairs, score))
+    lost, known = pairs.sum(axis=0)
+    return Loss(estimate=float(lost / known), interval=bootstrap(pairs, _divide))
 
 
 def record_values(expected: Array, found: Array, reading: Reading, weights: Array | float = 1.0) -> Array:
@@ -564,7 +571,7 @@ _PEAKS = "the highest place of each map"
 _NEIGHBOURS = "the neighbours of each sample among the others"
 MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
     "classes": OutputMeasure(
-        "top-1 accuracy", _CONFIDENCE, _judge_classes, _of_each(lambda record: record[3]), record=_record_classes
+        "top-1 accuracy", _CONFIDENCE, _judge_decisions, _of_each(lambda record: record[3]), record=_record_classes
     ),
     "map": OutputMeasure(
         "mean overlap of classes (mIoU)", _CONFIDENCE, _judge_map,
@@ -599,21 +606,6 @@ MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
 }  # fmt: skip
 
 
-def _interval_of_costs(costs: Array, total: int) -> tuple[float, float]:
-    """Returns the interval of the share of changes times the mean cost of one, by the variances of both (delta method).
-
-    The variance of the share is that of Jeffreys' posterior (L. D. Brown, T. T. Cai and A. DasGupta, 2001). The
-    variance of the mean cost is that of the observed costs, plus one for wrong confidences (`_cost_deviation`).
-    """
-    count = len(costs) + _PRIOR_CHANGES
-    rate, cost = count / (total + 2 * _PRIOR_CHANGES), (float(costs.sum()) + _PRIOR_CHANGES * _PRIOR_COST) / count
-    rate_variance = rate * (1 - rate) / (total + 2 * _PRIOR_CHANGES + 1)
-    cost_variance = float(((costs - cost) ** 2).sum()) / count**2 + _cost_deviation(rate) ** 2
-    reach = Z95 * math.sqrt(rate_variance * cost**2 + rate**2 * cost_variance)
-    estimate = float(costs.sum()) / total
-    return max(min(estimate, rate * cost - reach), -1.0), min(max(estimate, rate * cost + reach), 1.0)
-
-
 def _cost_deviation(rate: float) -> float:
     """Returns the standard deviation of the mean cost of a changed decision, if this share of all decisions changes."""
     return _FEW_COST_DEVIATION + (_ALL_COST_DEVIATION - _FEW_COST_DEVIATION) * math.sqrt(rate)
@@ -630,6 +622,10 @@ def reach_without_labels(measure: str, estimate: float, changed: float) -> float
     if measure == MEASURES["map"].name:
         return Z95 * _MAP_DEVIATION * abs(estimate)
     return _UNKNOWN_COST * changed if measure == MEASURES["labels"].name else 0.0
+
+
+def _divide(sums: Array) -> Array:
+    return np.asarray(sums[..., 0] / sums[..., 1])
 
 
 def bootstrap(table: Array, score: Callable[[Array], Array]) -> tuple[float, float]:

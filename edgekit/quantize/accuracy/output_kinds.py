@@ -1,7 +1,7 @@
 """The kind of each output: as the user stated it, or guessed from its values and the graph."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -87,22 +87,23 @@ def read_output_kinds(
         guess = _guess_reading(graph, name, values, is_raw_score=name in raw_scores, is_score=is_score)
         if guess and guess.kind == "map" and _is_sequence(name, guess.axis, guess.squash, outputs[0]):
             guess = msgspec.structs.replace(guess, kind=_find_step_kind(graph, first, guess.axis))
-        if guess and guess.other == "map" and _is_sequence(name, guess.other_axis, "", outputs[0]):
-            guess = _read_steps(graph, name, first, guess)
+        if guess and guess.other == "map" and _is_sequence(name, axis := guess.other_axis, "", outputs[0]):
+            kind = _find_step_kind(graph, first, axis)
+            # A class for each word of the graph's vocabulary is no guess.
+            is_certain = graph.dims(name)[axis] in find_vocabulary_sizes(graph)
+            guess = Reading(kind=kind, axis=axis) if is_certain else msgspec.structs.replace(guess, other=kind)
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:
             found[name] = reading
-    return found | {name: reading for name, reading in _read_squashed(graph, found) if name not in stated}
-
-
-def _read_squashed(graph: Graph, found: Mapping[str, Reading]) -> Iterator[tuple[str, Reading]]:
-    """Yields the readings of logits whose Softmax or Sigmoid is an output too: both make the same decisions."""
-    for name, reading in found.items():
+    # Logits whose Softmax or Sigmoid is an output too make the same decisions.
+    for name, reading in list(found.items()):
         node = graph.producers.get(name)
-        if node is None or node.op_type not in _SQUASHING_OPS or node.input[0] not in found:
+        if node is None or node.op_type not in _SQUASHING_OPS or node.input[0] not in found.keys() - stated.keys():
             continue
         if reading.kind in {"classes", "map", "sequence", "tokens"}:
-            yield node.input[0], msgspec.structs.replace(reading, squash=RAW if node.op_type == "Sigmoid" else "")
+            squash = RAW if node.op_type == "Sigmoid" else ""
+            found[node.input[0]] = msgspec.structs.replace(reading, squash=squash)
+    return found
 
 
 def read_probabilities(value: Array, reading: Reading, like: Array | None = None) -> Array:
@@ -189,7 +190,14 @@ def _guess_reading(
         return None
     if _are_heatmaps(values):
         return Reading(kind="heatmaps", axis=_map_axes(first.shape)[0])
-    guess = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(graph, name, values, squash)
+    if not is_raw_score:
+        guess = _guess_classes(graph, name, values, squash)
+    elif not squash and are_raw_scores(np.concatenate([value.reshape(-1) for value in values])):
+        guess = Reading(kind="map", axis=first.ndim - 1, squash=RAW)
+    elif squash == "Sigmoid":
+        guess = Reading(kind="map", axis=first.ndim - 1, squash=squash)
+    else:
+        guess = Reading(kind="values", axis=first.ndim - 1)
     return guess if guess and is_score else _read_numbers(graph, name, values)
 
 
@@ -217,14 +225,6 @@ def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
     is_alone = not any(steps in shape for shape in others)
     in_a_row = 1 in shape if len(shape) == 3 else len(shape) == 4 and shape.count(1) == 2
     return in_a_row and not squash and 1 < steps <= _MOST_STEPS and is_alone
-
-
-def _read_steps(graph: Graph, name: str, first: Array, reading: Reading) -> Reading:
-    """Returns a reading as steps: certain if there is a class for each word of the graph's vocabulary, else a guess."""
-    kind = _find_step_kind(graph, first, reading.other_axis)
-    if graph.dims(name)[reading.other_axis] in find_vocabulary_sizes(graph):
-        return Reading(kind=kind, axis=reading.other_axis)
-    return msgspec.structs.replace(reading, other=kind)
 
 
 def _find_step_kind(graph: Graph, value: Array, axis: int) -> Literal["sequence", "tokens"]:
@@ -315,13 +315,6 @@ def _find_channels(value: Array) -> int:
     return min(sizes, default=(True, 1, 0))[2]
 
 
-def _guess_raw_scores(values: Sequence[Array], squash: str) -> Reading:
-    is_raw = not squash and are_raw_scores(np.concatenate([value.reshape(-1) for value in values]))
-    if is_raw or squash == "Sigmoid":
-        return Reading(kind="map", axis=values[0].ndim - 1, squash=RAW if is_raw else squash)
-    return Reading(kind="values", axis=values[0].ndim - 1)
-
-
 def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str) -> Reading | None:
     """Returns the reading as classes or a map of classes, None if the output holds none.
 
@@ -345,8 +338,7 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         reading = Reading(kind="classes", axis=int(np.argmax(first.shape)), squash=kept)
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
         readout = "unknown" if is_chance else find_readout(graph, name)
-        is_other = readout == "shaped" or _is_one_shape(values) or _is_rating(values) or _are_points(values)
-        is_ranking = is_chance or not is_other
+        is_ranking = is_chance or not (readout == "shaped" or _are_quantities(values))
         # The mean of the highest probability is above chance: twice as high, or 1.15 times for up to four classes.
         is_sure = is_ranking and _confidence(values, reading) * first.size > (1.15 if first.size <= 4 else 2.0)
         if not is_sure or reading.axis in places:
@@ -408,28 +400,24 @@ def _is_even(values: Sequence[Array], axis: int, *, is_made: bool) -> bool:
     return is_likely and float(high) <= _MOST_UNEVEN * float(low)
 
 
-def _is_one_shape(values: Sequence[Array]) -> bool:
-    """Returns True if the vectors of all samples are nearly the same, as the landmarks of faces are.
+def _are_quantities(values: Sequence[Array]) -> bool:
+    """Returns True for vectors that measure something: ratings, the landmarks of a face, the coordinates of points.
 
-    Scores vary more from sample to sample than their means do from class to class.
+    - A few ratings, or sizes, are positive in all samples; scores have both signs.
+    - Landmarks are nearly the same in all samples. Scores vary more from sample to sample than their means do from
+      class to class.
+    - Every second or third coordinate moves with the others of its axis: a hand or a body moves as a whole along x, y
+      and z. Neighbouring classes have nothing in common.
     """
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
-    if rows.shape[1] < _LEAST_LANDMARKS or len(rows) < 2:
-        return False
-    within = float((rows - rows.mean(axis=0)).var())
-    return within < _SAME_SHAPE * float(rows.mean(axis=0).var())
-
-
-def _are_points(values: Sequence[Array]) -> bool:
-    """Returns True if every second or third number moves with the others of its axis, as the coordinates of points do.
-
-    A hand or a body moves as a whole along x, y and z. Neighbouring classes have nothing in common.
-    """
-    rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
-    count = rows.shape[1]
+    count, means = rows.shape[1], rows.mean(axis=0)
+    if count < _MANY_CLASSES and rows.min() > 0:
+        return True
+    if count >= _LEAST_LANDMARKS and len(rows) > 1 and (rows - means).var() < _SAME_SHAPE * means.var():
+        return True
     if not _LEAST_POINTS <= count < _THOUSANDS or len(rows) < KIND_SAMPLES:
         return False
-    rows = (rows - rows.mean(axis=0)) / np.maximum(rows.std(axis=0), 1e-9)
+    rows = (rows - means) / np.maximum(rows.std(axis=0), 1e-9)
     alike, others = rows.T @ rows / len(rows), ~np.eye(count, dtype=bool)
     for axes in (2, 3):
         same = (np.subtract.outer(np.arange(count), np.arange(count)) % axes == 0) & others
@@ -451,11 +439,6 @@ def _has_winners(values: Sequence[Array]) -> bool:
     rows -= rows.mean(axis=1, keepdims=True)
     skewness = (rows**3).mean(axis=1) / np.maximum((rows**2).mean(axis=1), 1e-9) ** 1.5
     return float(skewness.mean()) > _LEAST_SKEWNESS
-
-
-def _is_rating(values: Sequence[Array]) -> bool:
-    """Returns True if a few numbers are positive in all samples, as ratings and sizes are; scores have both signs."""
-    return values[0].size < _MANY_CLASSES and min(float(value.min()) for value in values) > 0
 
 
 def _confidence(values: Sequence[Array], reading: Reading) -> float:

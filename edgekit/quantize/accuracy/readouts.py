@@ -58,18 +58,17 @@ def find_readout(graph: Graph, name: str) -> Readout:
     return "shaped"
 
 
-def find_origins(graph: Graph, name: str) -> tuple[Origin, ...]:
-    """Returns the origin of each axis: "weights" for the output axis of a layer, "places" for an axis of its input."""
-    return _trace(graph, name, _MOST_NODES)
-
-
 def find_vocabulary_sizes(graph: Graph) -> frozenset[int]:
     """Returns the sizes of the graph's vocabularies: the numbers of rows of the tables that a Gather reads."""
     tables = (graph.constants.get(node.input[0]) for node in graph.nodes if node.op_type == "Gather")
     return frozenset(table.dims[0] for table in tables if table is not None and len(table.dims) == 2)
 
 
-def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
+def find_origins(graph: Graph, name: str, room: int = _MOST_NODES) -> tuple[Origin, ...]:
+    """Returns the origin of each axis: "weights" for the output axis of a layer, "places" for an axis of its input.
+
+    At most `room` nodes are looked at.
+    """
     node, shape = graph.producers.get(name), graph.dims(name)
     nothing: list[Origin] = ["unknown" for _ in shape]
     unknown = tuple(nothing)
@@ -80,7 +79,7 @@ def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
         axes: list[Origin] = ["weights" if axis == made else "places" for axis in range(len(shape))]
         return tuple(axes)
     inputs = [each for each in node.input if each and not _is_constant(graph, each)]
-    sides = [(graph.dims(each), _trace(graph, each, room // max(1, len(inputs)) - 1)) for each in inputs[:2]]
+    sides = [(graph.dims(each), find_origins(graph, each, room // max(1, len(inputs)) - 1)) for each in inputs[:2]]
     found: Sequence[Origin] | None = None
     if not sides:
         return unknown
