@@ -5,6 +5,7 @@ The names of domains, from which its operators come, are here too.
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -154,8 +155,7 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
         # Inside a protobuf, data may begin at any address. numpy adds misaligned arrays in another order, so that a sum
         # could differ in its last bits from that of an aligned copy.
         return np.require(np.asarray(mapped), requirements="A").reshape(tuple(tensor.dims))
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
+    copy = deepcopy(tensor)
     external_data_helper.load_external_data_for_tensor(copy, str(folder))
     return numpy_helper.to_array(copy)
 

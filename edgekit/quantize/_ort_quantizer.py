@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,7 @@ def quantize_dynamically(
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
+    copy = deepcopy(proto)
     # The quantizer wants the type of each input, and onnx infers none after ONNX Runtime's own operators. It transposes
     # weights, whose stated shapes would then be wrong.
     stored = {tensor.name for tensor in proto.graph.initializer}

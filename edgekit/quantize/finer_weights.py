@@ -25,6 +25,7 @@ gives a sum beyond [a, b], whatever W2 x is.
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 
 import numpy as np
 import onnx
@@ -193,9 +194,7 @@ def _split_layer(qdq: onnx.GraphProto, graph: Graph, place: QdqLayer, moments: I
     shape, prefix, made, name = graph.weight(layer.weight).shape, f"{node.output[0]}.edgekit", node.output[0], node.name
     integers = layer.from_matrix(first.integers, shape)
     write_layer(placed.stored, place, integers=integers, scale=first.scale.reshape(-1), bias=bias)
-    dequantizer, other = onnx.NodeProto(), onnx.NodeProto()
-    dequantizer.CopyFrom(placed.makers[node.input[1]])
-    other.CopyFrom(node)
+    dequantizer, other = deepcopy(placed.makers[node.input[1]]), deepcopy(node)
     dequantizer.name = dequantizer.output[0] = f"{prefix}.weight"
     scales = finer.reshape(-1) if place.per_channel else finer.reshape(-1)[0]
     values = layer.from_matrix(second.integers, shape), scales, np.zeros(scales.shape, np.int8)

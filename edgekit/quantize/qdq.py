@@ -9,6 +9,7 @@ import os
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 
@@ -179,8 +180,7 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     Raises:
         UsageError: the statistics are gone.
     """
-    qdq = onnx.ModelProto()
-    qdq.CopyFrom(placed)
+    qdq = deepcopy(placed)
     how = Rounder(
         graph=graph, statistics=statistics, rounding=plan.rounding, factors=scaled_layers(graph, plan.factors),
         limit=plan.find_weight_limit(), bits=plan.bits,
@@ -241,11 +241,17 @@ def compact_qdq(proto: onnx.ModelProto) -> None:
                 node.attribute, [item for item in node.attribute if not _is_default(node.op_type, item, schema)]
             )
     _share_constants(graph)
-    tensors, nodes = _short_names(graph), _free_names({node.name for node in graph.node})
-    for node in graph.node:
-        if node.op_type in _QUANTIZERS:
-            node.name = next(nodes)
-    models.rename_tensors(graph, tensors)
+    quantizers = [node for node in graph.node if node.op_type in _QUANTIZERS]
+    for node, name in zip(quantizers, _free_names({node.name for node in graph.node}), strict=False):
+        node.name = name
+    others = [node for node in graph.node if node.op_type not in _QUANTIZERS]
+    kept = {name for node in others for name in node.output}
+    kept |= {value.name for value in (*graph.input, *graph.output)}
+    kept |= {name for part in models.iterate_graphs(graph) if part is not graph for name in models.list_names(part)}
+    made = {name for node in quantizers for name in node.output} - kept
+    read = {name for node in others for name in node.input}
+    own = [*(each.name for each in graph.initializer if each.name not in kept | read), *sorted(made)]
+    models.rename_tensors(graph, dict(zip(own, _free_names(models.list_names(graph)), strict=False)))
 
 
 def _is_default(op: str, attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
@@ -274,8 +280,7 @@ def _share_constants(graph: onnx.GraphProto) -> None:
         for place in range(first, len(node.input)):
             constant = stored.get(node.input[place])
             if constant is not None:
-                unnamed = onnx.TensorProto()
-                unnamed.CopyFrom(constant)
+                unnamed = deepcopy(constant)
                 unnamed.name = ""
                 # Deterministic, because these bytes are compared.
                 contents = unnamed.SerializeToString(deterministic=True)
@@ -288,19 +293,6 @@ def _share_constants(graph: onnx.GraphProto) -> None:
             size = len(tensor.raw_data) // 4
             tensor.ClearField("raw_data")
             tensor.int32_data.extend([0] * size)
-
-
-def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:
-    """Returns new names for the outputs of Q and DQ nodes and for the constants that only these nodes read."""
-    quantizers = [node for node in graph.node if node.op_type in _QUANTIZERS]
-    others = [node for node in graph.node if node.op_type not in _QUANTIZERS]
-    kept = {name for node in others for name in node.output}
-    kept |= {value.name for value in (*graph.input, *graph.output)}
-    kept |= {name for part in models.iterate_graphs(graph) if part is not graph for name in models.list_names(part)}
-    made = {name for node in quantizers for name in node.output} - kept
-    read = {name for node in others for name in node.input}
-    constants = [tensor.name for tensor in graph.initializer if tensor.name not in kept | read]
-    return dict(zip((*constants, *sorted(made)), _free_names(models.list_names(graph)), strict=False))
 
 
 def _free_names(taken: set[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@ rounded before. Results are stored beside the statistics that they depend on.
 import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -272,8 +273,7 @@ def _gather(
     where = {each.node: (names[each.source], place) for each in layers if (place := places[each.node]) is not None}
     if not where or not samples:
         return {}
-    seen = onnx.ModelProto()
-    seen.CopyFrom(proto)
+    seen = deepcopy(proto)
     del seen.graph.output[:]
     seen.graph.output.extend(
         onnx.ValueInfoProto(name=name) for name in dict.fromkeys(name for name, _ in where.values())

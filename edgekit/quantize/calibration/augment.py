@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
 
 import msgspec
 import numpy as np
@@ -186,8 +187,7 @@ class _Builder:
     """Adds measuring nodes to a copy of a graph."""
 
     def __init__(self, graph: Graph) -> None:
-        self.proto = onnx.ModelProto()
-        self.proto.CopyFrom(graph.model)
+        self.proto = deepcopy(graph.model)
         self._graph = graph
         self._count = 0
         self._stored: set[str] = set()

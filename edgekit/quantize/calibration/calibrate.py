@@ -277,7 +277,12 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     """
     seen = calibration.ranges["minmax"]
     fed = [value.name for value in graph.proto.input if _is_image(graph, value.name, {})]
-    missing = [white / seen[name].high for name in fed for white in _find_white(seen, name)]
+    missing = [
+        white / its.high
+        for its in (seen[name] for name in fed if name in seen)
+        for white in WHITES
+        if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white
+    ]
     if not makes_images(graph, calibration.outputs) or not fed or len(missing) < len(fed):
         return calibration
     growth = max(1.0, *missing)
@@ -287,12 +292,6 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
 
     ranges = {method: {name: widen(its) for name, its in own.items()} for method, own in calibration.ranges.items()}
     return msgspec.structs.replace(calibration, ranges=ranges)
-
-
-def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
-    """Returns the value of white in an input; an empty list if its values are not such pixels."""
-    its = seen.get(name, TensorRange(low=-1.0, high=0.0))
-    return [white for white in WHITES if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white]
 
 
 def _is_image(graph: Graph, name: str, outputs: Mapping[str, StatedOutput]) -> bool:

@@ -3,6 +3,7 @@
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -248,8 +249,7 @@ def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors)
     for name, value in sample.items():
         if name not in find_missing(graph) and (kind := _non_finite(value)):
             raise DataError(f"{subject} {kind} in input '{name}'", hint=hint)
-    proto = onnx.ModelProto()
-    proto.CopyFrom(graph.model)
+    proto = deepcopy(graph.model)
     infinite = find_infinite_tensors(graph)
     computed = [name for name in float_activations(graph) if name in graph.producers and name not in infinite]
     refill(proto.graph.output, (onnx.ValueInfoProto(name=name) for name in computed))

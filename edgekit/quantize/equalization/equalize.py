@@ -4,10 +4,11 @@ The source of the method is Nagel et al. 2019 (arXiv 1906.04721). Factors are po
 weight.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import numpy as np
@@ -116,26 +117,23 @@ class ScaledConstants:
         Raises:
             OSError: the folder cannot be written.
         """
-        proto = onnx.ModelProto()
-        proto.CopyFrom(self._graph.model)
-        if work is None:
-            self._append(proto.graph, None)
-        else:
-            with tempfile.NamedTemporaryFile(dir=work, prefix="scaled-", suffix=".data", delete=False) as out:
-                self._append(proto.graph, out)
+        proto = deepcopy(self._graph.model)
+        with (
+            contextlib.nullcontext()
+            if work is None
+            else tempfile.NamedTemporaryFile(dir=work, prefix="scaled-", suffix=".data", delete=False)
+        ) as out:
+            for node in proto.graph.node:
+                for index in (index for index in range(len(node.input)) if (node.name, index) in self._scaled):
+                    name = f"{node.input[index]}{SUFFIX}.{node.name}"
+                    tensor = numpy_helper.from_array(self.value(node.name, index), name)
+                    if out is not None:
+                        move_weight(tensor, self._graph.folder, out)
+                    proto.graph.initializer.append(tensor)
+                    node.input[index] = tensor.name
         rename_tensors(proto.graph, renamed)
         drop_unread(proto.graph)
         return proto
-
-    def _append(self, graph: onnx.GraphProto, out: IO[bytes] | None) -> None:
-        for node in graph.node:
-            for index in (index for index in range(len(node.input)) if (node.name, index) in self._scaled):
-                name = f"{node.input[index]}{SUFFIX}.{node.name}"
-                tensor = numpy_helper.from_array(self.value(node.name, index), name)
-                if out is not None:
-                    move_weight(tensor, self._graph.folder, out)
-                graph.initializer.append(tensor)
-                node.input[index] = tensor.name
 
 
 class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):

@@ -232,40 +232,32 @@ def _tanh_gelu(graph: Graph, bend: Node) -> list[Node]:
 
 def _normalisation(graph: Graph, root: Node) -> list[Node]:
     """Returns the nodes of (x - mean) / sqrt(var) around its root; [] if the root belongs to something else."""
-    before, after = _mean_and_variance(graph, root), _normalised(graph, root)
-    return [root, *before, *after] if before and after else []
-
-
-def _mean_and_variance(graph: Graph, root: Node) -> list[Node]:
-    found: dict[str, Node] = {}
+    before: dict[str, Node] = {}
     waiting = [root]
-    while waiting and len(found) < _MOST_NODES:
+    while waiting and len(before) < _MOST_NODES:
         node = waiting.pop()
-        for before in _producers(graph, node):
-            if before.name in found or before.op_type in _LAYERS:
+        for maker in _producers(graph, node):
+            if maker.name in before or maker.op_type in _LAYERS:
                 continue
             if node.op_type not in _REDUCING:
-                found[before.name] = before
-                waiting.append(before)
-            elif before.op_type == "Pow" or _is_own_square(before):
-                found[before.name] = before
-    return list(found.values()) if any(node.op_type in _REDUCING for node in found.values()) else []
-
-
-def _normalised(graph: Graph, root: Node) -> list[Node]:
+                waiting.append(maker)
+            elif maker.op_type != "Pow" and not _is_own_square(maker):
+                continue
+            before[maker.name] = maker
     # Exporters write x / sqrt(v), x * (1 / sqrt(v)) or x * (scale / sqrt(v)): at most three nodes after the root.
-    found: list[Node] = []
+    after: list[Node] = []
     name = root.output[0]
     for allowed in ({"Reciprocal", "Div"}, {"Mul", "Div"}, {"Mul", "Div"}):
         readers = [node for node in graph.readers(name) if node.op_type in allowed]
         if len(readers) != 1:
             break
-        found.append(readers[0])
         others = [node for node in _producers(graph, readers[0]) if name not in node.output]
+        after += [readers[0], *(node for node in others if node.op_type == "Sub")]
         if others:
-            return [*found, *(node for node in others if node.op_type == "Sub")]
+            break
         name = readers[0].output[0]
-    return found
+    has_mean = any(node.op_type in _REDUCING for node in before.values())
+    return [root, *before.values(), *after] if has_mean and after else []
 
 
 def _ancestors(graph: Graph, node: Node, stop: frozenset[str] = frozenset()) -> list[Node]:

@@ -2,7 +2,8 @@
 
 import contextlib
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 
 import onnx
@@ -92,31 +93,23 @@ def open_graph(
     trim_heap()
     if count_weight_bytes(proto) < large_bytes:
         return _open(proto.SerializeToString(), folder, disabled)
-    with _weights_outside(proto, folder) as source:
-        return _open(source, folder, disabled)
+    copy = copy_without_weights(proto)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="session-", suffix=".data", delete=False) as out:
+        path = Path(out.name)
+        for tensor in proto.graph.initializer:
+            moved = deepcopy(tensor)  # of its own: the model would keep the memory of cleared fields
+            if moved.data_location != onnx.TensorProto.EXTERNAL:
+                move_weight(moved, folder, out)
+            copy.graph.initializer.append(moved)
+    try:
+        return _open(copy.SerializeToString(), folder, disabled)
+    finally:
+        # Windows cannot remove a file that a session has mapped: it is removed with the work folder.
+        with contextlib.suppress(PermissionError):
+            path.unlink()
 
 
 def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
     config = {**EXACT_PRODUCTS, **external_config(folder)}
     settings = SessionSettings(threads=1, one_block=False, in_order=True, config=config, disabled_optimizers=disabled)
     return CpuSession(source, settings)
-
-
-@contextlib.contextmanager
-def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
-    """Yields the bytes of a model whose large weights lie in a file in `folder`, which is removed afterwards."""
-    copy = copy_without_weights(proto)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="session-", suffix=".data", delete=False) as out:
-        path = Path(out.name)
-        for tensor in proto.graph.initializer:
-            moved = onnx.TensorProto()  # of its own: the model would keep the memory of cleared fields
-            moved.CopyFrom(tensor)
-            if moved.data_location != onnx.TensorProto.EXTERNAL:
-                move_weight(moved, folder, out)
-            copy.graph.initializer.append(moved)
-    try:
-        yield copy.SerializeToString()
-    finally:
-        # Windows cannot remove a file that a session has mapped: it is removed with the work folder.
-        with contextlib.suppress(PermissionError):
-            path.unlink()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -19,15 +18,6 @@ from edgekit.quantize.mixed_precision.weights import keep_eight
 from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, add_headroom, draft_plan, is_relievable
 from edgekit.target import Precision, Target
-
-
-class _Subject(candidates.Subject, frozen=True, kw_only=True):
-    """The arguments of `plan_quantization`."""
-
-    @cached_property
-    def pairs(self) -> equalize.MeasuredPairs:
-        """The pairs of tensors whose channels may be equalized, measured once."""
-        return equalize.measure_pairs(self.graph, Path(self.calibration.statistics), self.calibration.ranges["minmax"])
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +73,7 @@ def plan_quantization(
     memo = candidates.Memo() if memo is None else memo
     if not memo.budget.allows("range methods and roundings"):
         return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias")
-    subject = _Subject(model=model, calibration=calibration, target=target, precision=precision, memo=memo)
+    subject = candidates.Subject(model=model, calibration=calibration, target=target, precision=precision, memo=memo)
     # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
     best = memo.budget.attempt("range methods and roundings", _plan_best, subject)
     return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
@@ -111,7 +101,7 @@ def plan_minmax(subject: candidates.Subject, plan: QuantPlan) -> QuantPlan:
     )
 
 
-def _plan_best(subject: _Subject) -> QuantPlan:
+def _plan_best(subject: candidates.Subject) -> QuantPlan:
     """Returns the best plan of two drafts: unchanged and equalized.
 
     Roundings that learn from samples are slow: if runs are long, only the best draft gets them, else each that could be
@@ -129,13 +119,13 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     )
 
 
-def _learn(subject: _Subject, judged: Judged) -> Judged:
+def _learn(subject: candidates.Subject, judged: Judged) -> Judged:
     """Returns a judged draft with roundings that learn from samples among its candidates, where they may gain."""
     return Judged(draft=judged.draft, found=candidates.learn_roundings(judged.draft, judged.found, subject.memo))
 
 
 def _judge(
-    subject: _Subject,
+    subject: candidates.Subject,
     factors: Mapping[str, tuple[float, ...]],
     method: str | None = None,
     reached_db: float = -math.inf,
@@ -154,19 +144,21 @@ def _judge(
     return _learn(subject, judged) if draft.effort.is_short and judged.found.unrounded_db > reached_db else judged
 
 
-def _equalize(subject: _Subject, unequalized: Judged) -> Judged | None:
+def _equalize(subject: candidates.Subject, unequalized: Judged) -> Judged | None:
     """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
     # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
     if unequalized.quick_db >= FAITHFUL_DB or not subject.memo.budget.allows("equalized channels"):
         return None
-    factors = equalize.choose_factors(subject.graph, subject.pairs, unequalized.draft.plan.axes.keys())
+    statistics, seen = Path(subject.calibration.statistics), subject.calibration.ranges["minmax"]
+    pairs = equalize.measure_pairs(subject.graph, statistics, seen)
+    factors = equalize.choose_factors(subject.graph, pairs, unequalized.draft.plan.axes.keys())
     if not factors:
         return None
     method = None if unequalized.draft.effort.is_short else unequalized.found.candidates[0].method
     return _judge(subject, factors, method, unequalized.best_db)
 
 
-def _finish(subject: _Subject, judged: Judged) -> tuple[QuantPlan, tuple[Candidate, ...]]:
+def _finish(subject: candidates.Subject, judged: Judged) -> tuple[QuantPlan, tuple[Candidate, ...]]:
     """Returns the best plan of a draft, and the candidates that were tried for it."""
     lead, budget = judged.found.candidates[0], subject.memo.budget
     draft = judged.draft.choose(lead.method, lead.rounding)

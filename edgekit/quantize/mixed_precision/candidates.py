@@ -145,9 +145,11 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """How many runs planning may take."""
         return find_effort(self.graph, self.calibration.samples)
 
-    def open_judge(self, graph: onnx.ModelProto, *, keep_float_weights: bool = True) -> Callable[..., float]:
-        """Returns a judge of a form of the graph over as many samples as the effort allows (`score.open_judge`)."""
-        most, at_once = self.effort.judging_samples, self.effort.at_once
+    def open_judge(
+        self, graph: onnx.ModelProto, *, keep_float_weights: bool = True, most: int | None = None
+    ) -> Callable[..., float]:
+        """Returns a judge of a form of the graph (`score.open_judge`) over `most` samples, or as the effort allows."""
+        most, at_once = most or self.effort.judging_samples, self.effort.at_once
         return score.open_judge(
             graph, self.compared, self.statistics, keep_float_weights=keep_float_weights, most=most, at_once=at_once
         )

@@ -8,7 +8,7 @@ import msgspec
 
 from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
-from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction, name_unit
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, name_unit
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -43,7 +43,7 @@ def find_plan(
         choice = _Choice(search, searched, wanted)
         _widen_weights(choice)
         _try_float(choice)
-        _compare_with_minmax(choice)
+        _try_minmax(choice)
         _try_wider(choice, adopts=max_drop is not None and search.may_widen)
         _keep_taken(choice)
         plan, searched = choice.chosen.plan, choice.found
@@ -67,12 +67,6 @@ def find_plan(
     ):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
-
-
-def _loses_nothing(prediction: Prediction) -> bool:
-    """Returns True if no decision changed, so that none can be saved, and hardly anything else is lost."""
-    drop = prediction.drop_estimate
-    return drop is not None and drop <= _NEGLIGIBLE and prediction.top1_agreement in {None, 1.0}
 
 
 class _Choice:
@@ -136,11 +130,11 @@ class _Choice:
             self.adopt(trial)
 
 
-def _compare_with_minmax(choice: _Choice) -> None:
-    """Tries minmax rounded to nearest, unless the chosen plan loses nothing."""
-    search, chosen = choice.search, choice.chosen
-    if not _loses_nothing(chosen.prediction):
-        choice.add_better("minmax", partial(plan_minmax, search, chosen.plan))
+def _try_minmax(choice: _Choice) -> None:
+    """Tries minmax rounded to nearest, unless the chosen plan changes no decision and loses hardly anything."""
+    found, drop = choice.chosen.prediction, choice.chosen.prediction.drop_estimate
+    if drop is None or drop > _NEGLIGIBLE or found.top1_agreement not in {None, 1.0}:
+        choice.add_better("minmax", partial(plan_minmax, choice.search, choice.chosen.plan))
 
 
 def _try_float(choice: _Choice) -> None:

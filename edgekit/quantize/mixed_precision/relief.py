@@ -256,8 +256,14 @@ def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1)
         return memo.ranked[key]
     # A choice, to save time. With two samples a line recognizer kept 7.6 dB without its 20 worst tensors in 8 bits,
     # with four 13.7 dB.
-    samples = 4 if effort.is_short else 1
-    bound = Bound(worst=worst, most=int(effort.runs * RANKED_SHARE), samples=samples, guesses=_guess_noise(draft))
+    samples, guesses = 4 if effort.is_short else 1, dict[str, float]()
+    # A guess of the relative noise of an activation: the step over the range of 99.9 % of its values.
+    plan, ranges = draft.plan, draft.calibration.ranges
+    for name, span in ranges.get(_MOST_VALUES, ranges["minmax"]).items():
+        step = (plan.ranges[name].high - plan.ranges[name].low) / _STEPS
+        scale = plan.grids[name].scale if name in plan.grids else step
+        guesses[name] = min(1.0, scale / max(span.high - span.low, _TINY))
+    bound = Bound(worst=worst, most=int(effort.runs * RANKED_SHARE), samples=samples, guesses=guesses)
     known = memo.noises.setdefault(measured, {})
     errors = rank_activations(draft, candidates.place_draft(unsigned), memo.budget, bound=bound, known=known)
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
@@ -269,17 +275,6 @@ def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1)
     if not memo.budget.left_out:
         memo.ranked[key] = noise
     return noise
-
-
-def _guess_noise(draft: candidates.Draft) -> dict[str, float]:
-    """Returns a guess of the relative noise of each activation: the step over the range of 99.9 % of its values."""
-    plan, ranges = draft.plan, draft.calibration.ranges
-    guesses: dict[str, float] = {}
-    for name, span in ranges.get(_MOST_VALUES, ranges["minmax"]).items():
-        whole = plan.ranges[name]
-        scale = plan.grids[name].scale if name in plan.grids else (whole.high - whole.low) / _STEPS
-        guesses[name] = min(1.0, scale / max(span.high - span.low, _TINY))
-    return guesses
 
 
 # How many tensors of 16 bits become float at each step: each takes its neighbours with it.
@@ -334,10 +329,8 @@ def find_wide_range(subject: candidates.Subject, first: QuantPlan, plan: QuantPl
         qdq = build_qdq(draft.graph, draft.use_unsigned().plan, draft.statistics, "the candidate")
         float16_db = measure_float16(draft, qdq, wide)
 
-    def holds_more(name: str) -> bool:
-        return name not in float16_db or float16_db[name] >= -10 * math.log10(noise[name]) + LEAST_GAIN_DB
-
-    floats = [name for name in wide if holds_more(name)]
+    # Where float16 was not measured, floats are those of 32 bits.
+    floats = [n for n in wide if float16_db.get(n, math.inf) >= -10 * math.log10(noise[n]) + LEAST_GAIN_DB]
     steps = [tuple(floats[:count]) for count in (0, *_FLOAT_COUNTS)]
     return WideRange(
         steps=tuple(names for before, names in pairwise(steps) if gains(names, before)),

@@ -6,6 +6,7 @@ quantizes each activation, or each layer's weights.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -96,7 +97,7 @@ def switch_activations(
     all that `qdq` quantizes. With `sources`, those that only hold values of another one get none: rounding a value
     twice to the same grid changes nothing.
     """
-    proto, placed = _copy(graph.model), Placed(qdq.graph)
+    proto, placed = deepcopy(graph.model), Placed(qdq.graph)
     sites = {name.removesuffix("_QuantizeLinear_Input"): node for name, node in placed.rounders.items()}
     made = {*graph.producers, *graph.inputs}
     names = tuple(name for name in sites if name in made and (only is None or name in only))
@@ -127,7 +128,7 @@ def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> 
     `rounded` holds the rounded constants of each layer by the index of the input (`list_rounded`). The added input
     SWITCHES, bool [N], says for each layer, in this order, whether it uses these or the float ones.
     """
-    proto, nodes = _copy(graph.model), list[onnx.NodeProto]()
+    proto, nodes = deepcopy(graph.model), list[onnx.NodeProto]()
     places = {name: index for index, name in enumerate(rounded)}
     for node in proto.graph.node:
         if node.name not in places:
@@ -136,9 +137,8 @@ def switch_weights(graph: Graph, rounded: Mapping[str, Mapping[int, Array]]) -> 
         for place, values in rounded[node.name].items():
             proto.graph.initializer.append(numpy_helper.from_array(values, f"{node.name}.edgekit.{place}.rounded"))
         # An If of two layers: ONNX Runtime prepares constant weights, which those that a Where chooses are not.
-        copies = onnx.NodeProto(), onnx.NodeProto()
+        copies = deepcopy(node), deepcopy(node)
         for number, each in enumerate(copies):
-            each.CopyFrom(node)
             refill(each.output, [name and f"{name}.edgekit.{number}" for name in node.output])
         for place in rounded[node.name]:
             copies[0].input[place] = f"{node.name}.edgekit.{place}.rounded"
@@ -193,12 +193,6 @@ def choose_branch(
         body = helper.make_graph(nodes, branch, [], [onnx.ValueInfoProto(name=name) for name in names])
         choice.attribute.append(helper.make_attribute(branch, body))
     return [helper.make_node("Gather", [given, f"{prefix}.index"], [f"{prefix}.switch"]), choice]
-
-
-def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    return copy
 
 
 EQUAL_DB = 0.1

@@ -54,9 +54,15 @@ def find_cuts(
     `dims` returns the dimensions of a float32 tensor; None for other types and unknown sizes. The tensors across a cut,
     at least one, take at most `most_bytes`.
     """
-    nodes = proto.graph.node
-    crossing = list(_list_crossing(proto.graph))
-    before = 0
+    nodes, before = proto.graph.node, 0
+    # For each node, the tensors computed before it that it, a later node, or the caller (as outputs) reads.
+    last = {name: index for index, node in enumerate(nodes) for name in iterate_reads(node)}
+    last |= {value.name: len(nodes) for value in proto.graph.output}
+    crossing, live = list[tuple[str, ...]](), dict[str, int]()
+    for index, node in enumerate(nodes):
+        live = {name: end for name, end in live.items() if end >= index}
+        crossing.append(tuple(live))
+        live |= {name: last[name] for name in node.output if name in last}
 
     def is_narrow(names: tuple[str, ...]) -> bool:
         shapes = [dims(name) for name in names] if 0 < len(names) <= _MOST_TENSORS else [None]
@@ -94,17 +100,6 @@ def nest_parts(proto: onnx.ModelProto, cuts: Sequence[Cut], dims: Callable[[str]
         )
     if cuts:
         proto.graph.input.append(helper.make_tensor_value_info(PARTS, onnx.TensorProto.BOOL, [len(cuts)]))
-
-
-def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
-    """Yields, for each node, the tensors computed before it that it, a later node, or the caller (as outputs) reads."""
-    last = {name: index for index, node in enumerate(graph.node) for name in iterate_reads(node)}
-    last |= {value.name: len(graph.node) for value in graph.output}
-    open_: dict[str, int] = {}
-    for index, node in enumerate(graph.node):
-        open_ = {name: end for name, end in open_.items() if end >= index}
-        yield tuple(open_)
-        open_ |= {name: last[name] for name in node.output if name in last}
 
 
 # How many held-out samples rank activations without a `Bound`, and how many of the worst all samples of a bound judge.

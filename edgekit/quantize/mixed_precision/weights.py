@@ -12,6 +12,7 @@ import onnx
 from edgekit.check.macs import count_macs
 from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import makes_images
+from edgekit.quantize.calibration.held_out import MOST_SAMPLES
 from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
@@ -25,7 +26,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     place_draft,
     sort_candidates,
 )
-from edgekit.quantize.mixed_precision.score import list_rounded, open_judge, strip_weights, switch_weights
+from edgekit.quantize.mixed_precision.score import list_rounded, strip_weights, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
@@ -107,21 +108,10 @@ def _describe(lead: Candidate, plan: QuantPlan, ratio: float, share: float) -> C
     )
 
 
-def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan, most: int | None = None) -> float:
+def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan, most: int = MOST_SAMPLES) -> float:
+    """Returns the ratio in dB of a plan over the first `most` held-out samples, by default all."""
     qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-    return _judge_form(draft, qdq, keep_float_weights=False, most=most)
-
-
-def _judge_form(draft: Draft, graph: onnx.ModelProto, *, keep_float_weights: bool, most: int | None = None) -> float:
-    """Returns the ratio in dB of a form of a draft's graph over the first `most` held-out samples, by default all."""
-    return open_judge(
-        graph,
-        draft.compared,
-        draft.statistics,
-        keep_float_weights=keep_float_weights,
-        most=most,
-        at_once=draft.effort.at_once,
-    )()
+    return draft.open_judge(qdq, keep_float_weights=False, most=most)()
 
 
 def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
@@ -198,7 +188,7 @@ def widen_weights(subject: Subject, plan: QuantPlan, most_macs: float) -> QuantP
     if plan.bits or not draft.effort.is_short:
         return None
     placed = place_draft(draft)
-    floats = _judge_form(draft, strip_weights(placed, graph), keep_float_weights=True, most=_SAMPLES)
+    floats = draft.open_judge(strip_weights(placed, graph), most=_SAMPLES)()
     least = 10 ** (-floats / 10)
     noise = 10 ** (-_judge(draft, placed, draft.plan, _SAMPLES) / 10)
     if relief.rise_db(1 - least / noise) < relief.LEAST_GAIN_DB:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from typing import cast
 
 import onnx
@@ -24,8 +25,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     Raises:
         ModelError: the converter cannot handle the model.
     """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
+    copy = deepcopy(proto)
     # Around a kept node the converter casts tensors that it knows to be float, but onnx infers no types after ORT's own
     # operators.
     refill(copy.graph.value_info, infer_model(proto).graph.value_info)

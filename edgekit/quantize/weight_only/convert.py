@@ -1,6 +1,6 @@
 """Converts weights to fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,12 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     proto = read_proto(model)
     converted = convert_floats(proto, kept, model.path.name)
     name_nodes(converted.graph)
-    raised = tuple(name for node in converted.graph.node if node.name not in kept for name in _raise_epsilon(node))
+    raised = list[str]()
+    for node in (node for node in converted.graph.node if node.name not in kept):
+        for attribute in node.attribute:
+            if attribute.name == "epsilon" and attribute.f < _LEAST_EPSILON:
+                attribute.f = _LEAST_EPSILON
+                raised.append(node.name)
     written = save_proto(converted, out)
     # A session without optimizers is quick to make, and shows whether ONNX Runtime loads the graph.
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
@@ -55,15 +60,7 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
         for tensor in proto.graph.initializer
         if tensor.name in float16 and (np.abs(numpy_helper.to_array(tensor)) > MAX_HALF).any()
     )
-    return Fp16Model(model=written, clamped=tuple(clamped), raised=raised)
-
-
-def _raise_epsilon(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the name of a node whose epsilon float16 rounds to zero, and makes it larger in place."""
-    for attribute in node.attribute:
-        if attribute.name == "epsilon" and attribute.f < _LEAST_EPSILON:
-            attribute.f = _LEAST_EPSILON
-            yield node.name
+    return Fp16Model(model=written, clamped=tuple(clamped), raised=tuple(raised))
 
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
