@@ -117,17 +117,14 @@ def _find_large_windows(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     nodes = [node for node in iterate_nodes(model.graph) if node.op_type in _CUTTING and node.domain in MAIN_DOMAINS]
     if not nodes:
         return []
-    # Large weights are inputs while a model is inferred.
-    stored, negative = _read_sizes(model), _find_negative_pads(model, nodes)
-    return [node for node in nodes if not negative.isdisjoint(node.input[1:2]) or _has_large_window(node, stored)]
-
-
-def _find_negative_pads(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Returns the names of the constants with pads of which one is negative."""
+    # The constants with pads of which one is negative.
     read = {name for node in nodes if node.op_type == "Pad" for name in node.input[1:2]}
-    stored = [each for graph in iterate_graphs(model.graph) for each in list_constants(graph).items()] if read else []
-    inside = [(name, each) for name, each in stored if name in read and each.data_location != each.EXTERNAL]
-    return {name for name, each in inside if min(numpy_helper.to_array(each).ravel(), default=0) < 0}
+    constants = [each for part in iterate_graphs(model.graph) for each in list_constants(part).items()] if read else []
+    inside = [(name, each) for name, each in constants if name in read and each.data_location != each.EXTERNAL]
+    negative = {name for name, each in inside if min(numpy_helper.to_array(each).ravel(), default=0) < 0}
+    # Large weights are inputs while a model is inferred.
+    stored = _read_sizes(model)
+    return [node for node in nodes if not negative.isdisjoint(node.input[1:2]) or _has_large_window(node, stored)]
 
 
 def _has_large_window(node: onnx.NodeProto, stored: Mapping[str, list[int]]) -> bool:

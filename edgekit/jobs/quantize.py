@@ -262,7 +262,7 @@ def _open_job(
         known=known,
         keep=keep,
     )
-    # With labels, plans are not judged by a part of the samples first.
+    # With labels, no plan is left out after a part of the samples.
     if labels is None:
         search = msgspec.structs.replace(search, look=reference.look)
     else:

@@ -30,7 +30,7 @@ from edgekit.quantize.gptq import scale_zeros
 from edgekit.quantize.graph.float_graph import WITH_BIAS
 from edgekit.quantize.graph.layers import read_layer
 from edgekit.quantize.plan import QuantPlan
-from edgekit.quantize.ranges import TensorRange, share_ranges, shared_tensors
+from edgekit.quantize.ranges import TensorRange, share_ranges
 
 DYNAMIC_OPS = ("Attention", "EmbedLayerNormalization", "Gather", "LSTM", "MatMul")
 """Operators with kernels for int8 weights and dynamically quantized activations; ConvInteger has none for them."""
@@ -93,7 +93,13 @@ def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Ar
 
 def _open_quantizer(graph: Graph, plan: QuantPlan, subject: str, *, left_out: Collection[str]) -> Any:
     """Returns ORT's quantizer for a copy of a model in which some initializers have no values."""
-    plan = _share_scales(graph, plan)
+    if plan.shared_ops:
+        # One range for all inputs and the output of each operator of which the target demands it.
+        floats = {node.name for node in plan.float_nodes}
+        ranges, shared = share_ranges(graph, plan.ranges, plan.shared_ops, floats)
+        freed = {name for name in shared & plan.grids.keys() if graph.producers[name].op_type in _REPLACEABLE_GRIDS}
+        grids = {name: grid for name, grid in plan.grids.items() if name not in freed}
+        plan = msgspec.structs.replace(plan, ranges=ranges, grids=grids)
     proto, (options, op_types) = graph.model, _options(graph, plan, subject)
     options["AddQDQPairToWeight"] = True  # `_quantize_weights` rounds the float weights that this leaves
     # `round_qdq_weights` makes room for the biases of the layers that it knows, without ORT's loop over channels.
@@ -207,18 +213,6 @@ def quantize_dynamically(
 
 def _weight_type(plan: QuantPlan) -> Any:
     return QuantType.QInt8 if plan.weight_symmetric else _TYPES[plan.weight]
-
-
-def _share_scales(graph: Graph, plan: QuantPlan) -> QuantPlan:
-    """Returns the plan with one range for all inputs and the output of each operator of which the target demands it."""
-    if not plan.shared_ops:
-        return plan
-    floats = {node.name for node in plan.float_nodes}
-    shared = shared_tensors(graph, plan.shared_ops, floats)
-    freed = {name for name in shared & plan.grids.keys() if graph.producers[name].op_type in _REPLACEABLE_GRIDS}
-    ranges = share_ranges(graph, plan.ranges, plan.shared_ops, floats)
-    grids = {name: grid for name, grid in plan.grids.items() if name not in freed}
-    return msgspec.structs.replace(plan, ranges=ranges, grids=grids)
 
 
 def _options(graph: Graph, plan: QuantPlan, subject: str) -> tuple[dict[str, Any], list[str]]:

@@ -321,24 +321,32 @@ _PASSING = frozenset({"AveragePool", "Resize"})
 
 def share_ranges(
     graph: Graph, ranges: Mapping[str, TensorRange], ops: Collection[str], floats: Collection[str] = ()
-) -> dict[str, TensorRange]:
+) -> tuple[dict[str, TensorRange], frozenset[str]]:
     """Returns the ranges, with one shared range for inputs and output of each node of `ops` not in `floats`.
 
     The shared range covers the ranges of all these tensors, and of tensors before and after them that only move values.
-    If two such nodes read one tensor, their groups are merged.
+    If two such nodes read one tensor, their groups are merged (union-find). Also returns the tensors that share a
+    range, each as the tensor from which it takes its scale (`_find_source`).
     """
-    groups = _join(graph, ops, floats)
+    parents: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parents.setdefault(name, name) != name:
+            name = parents[name]
+        return name
+
+    for node in graph.nodes:
+        if node.op_type in ops and node.name not in floats:
+            names = [name for name in (*node.output[:1], *node.input) if graph.is_float(name)]
+            roots = [find(_find_source(graph, name)) for name in names if name not in graph.constants]
+            parents.update((root, roots[0]) for root in roots)
+    groups = {name: find(name) for name in list(parents)}
     leaders = {name: groups.get(_find_source(graph, name), name) for name in ranges}
     joined: dict[str, TensorRange] = {}
     for name, own in ranges.items():
         others = joined.get(leaders[name], own)
         joined[leaders[name]] = TensorRange(low=min(others.low, own.low), high=max(others.high, own.high))
-    return {name: joined[leader] for name, leader in leaders.items()}
-
-
-def shared_tensors(graph: Graph, ops: Collection[str], floats: Collection[str] = ()) -> frozenset[str]:
-    """Returns the tensors that share a range, each as the tensor from which it takes its scale (`_find_source`)."""
-    return frozenset(_join(graph, ops, floats))
+    return {name: joined[leader] for name, leader in leaders.items()}, frozenset(groups)
 
 
 def _find_source(graph: Graph, name: str) -> str:
@@ -348,20 +356,3 @@ def _find_source(graph: Graph, name: str) -> str:
         if name not in graph.producers or graph.producers[name].op_type not in _PASSING:
             return name
         name = graph.producers[name].input[0]
-
-
-def _join(graph: Graph, ops: Collection[str], floats: Collection[str]) -> dict[str, str]:
-    """Returns, for each tensor that a node of `ops` reads or makes, the leader of its group (union-find)."""
-    leaders: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while leaders.setdefault(name, name) != name:
-            name = leaders[name]
-        return name
-
-    for node in graph.nodes:
-        if node.op_type in ops and node.name not in floats:
-            names = [name for name in (*node.output[:1], *node.input) if graph.is_float(name)]
-            roots = [find(_find_source(graph, name)) for name in names if name not in graph.constants]
-            leaders.update((root, roots[0]) for root in roots)
-    return {name: find(name) for name in list(leaders)}

@@ -20,7 +20,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.predict import FloatReference, Look, Prediction
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.candidates import Memo, Subject
 from edgekit.quantize.mixed_precision.goal_search import find_plan
@@ -163,23 +163,6 @@ def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_ask
     assert asked.chosen.step in steps[1:]
     assert not asked.met
     assert tuple(kept[-1]) == asked.trials
-
-
-def test_only_a_plan_that_may_be_chosen_is_measured_over_all_samples(begin: Begin) -> None:
-    drops = {"all": 0.3, "relieve 3": 0.03, "relieve 8": 0.02}
-    whole, measure = list[str](), told(drops.get)
-
-    def look(model: Model, misses: Callable[[Prediction], bool] | None = None, **_beside: Model) -> Look:
-        seen = msgspec.structs.replace(measure(model), samples=6)
-        return Look(seen, is_whole=misses is not None and not misses(seen))
-
-    search = begin(told(drops.get, steps=whole))
-    search = msgspec.structs.replace(search, look=look)
-    _, searched = run_search(search)
-    assert [trial.step for trial in searched.trials] == [*drops]
-    assert whole == ["relieve 8"]
-    assert searched.chosen.step == "relieve 8"
-    assert [trial.is_whole for trial in searched.trials] == [False, False, True]
 
 
 @pytest.fixture(scope="module")
@@ -414,16 +397,6 @@ def test_where_many_decisions_change_at_no_cost_16_bits_are_tried(begin: Begin, 
         r"--precision int16: 0.40 points are lost and 99.0% of the decisions are the same, \d\.\d\d times the bytes.*"
     )
     assert re.fullmatch(what, searched.advice) or not is_said
-
-
-def test_what_a_few_samples_say_of_the_advice_is_told_with_their_number(begin: Begin) -> None:
-    """16 lines told that 16 bits keep all of them; of 600 others they keep 93 %."""
-    measure = told(lambda step: 0.0 if step == "int16" else 0.05)
-    search = begin(measure)
-    _, searched = run_all(
-        msgspec.structs.replace(search, look=lambda model, **_: Look(measure(model), model.path.stem != "int16"))
-    )
-    assert searched.advice.startswith("--precision int16: 0.00 points are lost over 48 samples, ")
 
 
 def test_a_tried_plan_is_not_tried_again_for_advice(deep: tuple[Model, Calibration], tmp_path: Path) -> None:

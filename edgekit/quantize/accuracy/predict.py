@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -86,13 +85,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def meets(self, max_drop: float) -> bool:
         """Returns True if the drop is at most `max_drop` (a share); where it is unknown, if outputs hardly differ."""
         return self.sqnr_db >= GOOD_DB if self.drop_estimate is None else self.drop_estimate <= max_drop
-
-
-class Look(NamedTuple):
-    """What a quantized model loses over a part of the samples, or over all (`is_whole`)."""
-
-    prediction: Prediction
-    is_whole: bool
 
 
 def name_unit(predicted: Prediction) -> str:
@@ -288,42 +280,22 @@ class FloatReference:
         one, two = (self._judge(each) for each in (first, second))
         return float(one.compare(two).mean()) if one.is_whole and two.is_whole else 0.0
 
-    def look(
-        self,
-        quantized: Model,
-        *,
-        misses: Callable[[Prediction], bool] = lambda _: False,
-        rival: Model | None = None,
-        is_advice: bool = False,
-    ) -> Look:
-        """Returns what a quantized model loses, over as few samples as show that it is not the one to write.
+    def look(self, quantized: Model, *, rival: Model) -> Prediction:
+        """Returns what a quantized model loses, over as few samples as show that the `rival` is clearly better.
 
-        This is a group sequential test. The first look is at a 16th of the samples, the next ones at an eighth, a
-        quarter and a half, the last at all. It ends early if `misses` is True for what was predicted so far, or if the
-        `rival`, another quantized model, is clearly better (`Likeness.is_clearly_better_than`); with `is_advice` also
-        if it is clearly worse. Without a rival only the first part is looked at before all.
+        This is a group sequential test (`Likeness.is_clearly_better_than`). The first look is at a 16th of the samples,
+        the next ones at an eighth, a quarter and a half, the last at all.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
-        run = self._open_look(quantized)
-        for indices in self._looks[:-1] if rival is not None else self._looks[:-1][:1]:
-            seen = run(indices)
-            found, other = _predict(seen, len(indices)), None if rival is None else self._judge(rival, indices)
-            is_behind = other is not None and (
-                other.is_clearly_better_than(seen) or (is_advice and seen.is_clearly_better_than(other))
-            )
-            if is_behind or misses(found):
-                return Look(found, is_whole=False)
-        return Look(_predict(run(self.indices), len(self.indices)), is_whole=True)
-
-    @cached_property
-    def _looks(self) -> list[Sequence[int]]:
-        """Nested subsets of `indices`, each a superset of those before; the last is all of them."""
-        if self._state.steps > 1:
-            return [self.indices]
-        parts = [self.indices[::stride] for stride in _STRIDES]
-        return [*(part for part in parts if len(part) >= _LEAST_LOOKED), self.indices]
+        run, parts = self._open_look(quantized), [self.indices[::stride] for stride in _STRIDES]
+        for indices in parts if self._state.steps == 1 else ():
+            if len(indices) >= _LEAST_LOOKED:
+                seen = run(indices)
+                if self._judge(rival, indices).is_clearly_better_than(seen):
+                    return _predict(seen, len(indices))
+        return _predict(run(self.indices), len(self.indices))
 
     def _judge(self, quantized: Model, indices: Sequence[int] | None = None) -> Likeness:
         return self._open_look(quantized)(indices or self.indices)

@@ -118,6 +118,7 @@ class MomentCollector:
             self._flush()
         self._pending.release(rows.nbytes)
 
+    @_QUIET
     def freeze(self, lows: Array, highs: Array) -> InputMoments:
         """Returns the moments of all patches, given the source's extremes [2, channels], or [2, 1] for all channels."""
         self._flush()
@@ -126,17 +127,6 @@ class MomentCollector:
         # Padding adds zeros to the values of patches.
         padded = not all(inside.all() for inside in self._patches.inside)
         spread = np.maximum(highs[0], 0) - np.minimum(lows[0], 0) if padded else highs[0] - lows[0]
-        return InputMoments(
-            count=int(self._count),
-            mean=(self._sum / count).astype(np.float32),
-            spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
-            low=lows.astype(np.float32),
-            high=highs.astype(np.float32),
-            covariance=self._centre_products(count),
-        )
-
-    @_QUIET
-    def _centre_products(self, count: int) -> Array:
         centred = self._products.values / np.float32(count)
         self._products.release()
         left = (self._sum / count - self._shift).astype(np.float32).reshape(-1, self._size)
@@ -144,7 +134,14 @@ class MomentCollector:
             centred[place] -= np.outer(mean, mean)
         # If an input never varies, rounding may make its variance negative.
         np.einsum("gii->gi", centred)[...] = np.maximum(np.diagonal(centred, axis1=1, axis2=2), 0)
-        return centred
+        return InputMoments(
+            count=int(self._count),
+            mean=(self._sum / count).astype(np.float32),
+            spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
+            low=lows.astype(np.float32),
+            high=highs.astype(np.float32),
+            covariance=centred,
+        )
 
     @_QUIET
     def _flush(self) -> None:

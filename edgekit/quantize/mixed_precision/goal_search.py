@@ -6,9 +6,8 @@ from functools import partial
 
 import msgspec
 
-from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
-from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, name_unit
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, name_unit
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -43,7 +42,10 @@ def find_plan(
         choice = _Choice(search, searched, wanted)
         _widen_weights(choice)
         _try_float(choice)
-        _try_minmax(choice)
+        found, drop = choice.chosen.prediction, choice.chosen.prediction.drop_estimate
+        # Where no decision changed and hardly anything is lost, nothing can be saved.
+        if drop is None or drop > _NEGLIGIBLE or found.top1_agreement not in {None, 1.0}:
+            choice.add_better("minmax", partial(plan_minmax, search, choice.chosen.plan))
         _try_wider(choice, adopts=max_drop is not None and search.may_widen)
         _keep_taken(choice)
         plan, searched = choice.chosen.plan, choice.found
@@ -93,7 +95,7 @@ class _Choice:
         self.change(chosen=trial, met=self.found.met or trial.prediction.meets(self.goal.max_drop))
 
     def add(
-        self, step: str, make: Callable[[], QuantPlan | None], look: Callable[[Model], Look] | None = None
+        self, step: str, make: Callable[[], QuantPlan | None], rival: plan_search.Trial | None = None
     ) -> plan_search.Trial | None:
         """Adds the trial of a plan and returns it: None if time is over or the plan was tried."""
 
@@ -101,7 +103,7 @@ class _Choice:
             plan = make()
             if plan is None or any(plan == each.plan for each in self.found.trials):
                 return None
-            return plan_search.measure_plan(self.search, step, plan, look=look)
+            return plan_search.measure_plan(self.search, step, plan, rival=rival)
 
         trial = self.search.memo.budget.attempt(step, attempt) if self.allows(step) else None
         if trial is not None:
@@ -117,9 +119,11 @@ class _Choice:
         less, and the ratio to the signal counts errors of logits that decide nothing.
         """
         search, chosen = self.search, self.chosen
-        trial = self.add(step, make, plan_search.look_against(search, chosen))
-        # A trial that is not whole was clearly worse after some of the samples.
-        if trial is None or not trial.is_whole or trial.taken_macs < chosen.taken_macs - plan_search.SAME_SHARE:
+        trial = self.add(step, make, chosen)
+        # A part of the samples is enough to see that a trial is worse.
+        if trial is None or trial.prediction.samples < chosen.prediction.samples:
+            return
+        if trial.taken_macs < chosen.taken_macs - plan_search.SAME_SHARE:
             return
         is_met, is_better = (each.prediction.meets(self.goal.max_drop) for each in (chosen, trial))
         if is_met == is_better:
@@ -128,13 +132,6 @@ class _Choice:
             is_better = (search.compare(old, new) or chosen.prediction.loss() - trial.prediction.loss()) > 0
         if is_better:
             self.adopt(trial)
-
-
-def _try_minmax(choice: _Choice) -> None:
-    """Tries minmax rounded to nearest, unless the chosen plan changes no decision and loses hardly anything."""
-    found, drop = choice.chosen.prediction, choice.chosen.prediction.drop_estimate
-    if drop is None or drop > _NEGLIGIBLE or found.top1_agreement not in {None, 1.0}:
-        choice.add_better("minmax", partial(plan_minmax, choice.search, choice.chosen.plan))
 
 
 def _try_float(choice: _Choice) -> None:
@@ -233,18 +230,11 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
     if wider is not None:
         make = partial(plan_quantization, search.model, search.calibration, search.target, wider, memo=search.memo)
     known = next((each for each in choice.found.trials if each.step == step), None)
-    # Advice needs no more samples than show which of the two loses less.
-    trial = known or choice.add(step, make, plan_search.look_against(search, chosen, is_advice=True))
+    trial = known or choice.add(step, make)
     # A plan with tensors out of 8 bits that the search had tried is only mentioned if it loses less.
-    if trial is None or (
-        wider is None and trial is known and not (trial.is_whole and trial.prediction.loss() < chosen.prediction.loss())
-    ):
+    if trial is None or (wider is None and known and trial.prediction.loss() >= chosen.prediction.loss()):
         _advise(choice, f"no plan that was tried loses less: {_ELSE}")
         return
-    if misses and trial.prediction.meets(choice.goal.max_drop):
-        whole = plan_search.complete_trial(search, trial)
-        choice.change(trials=tuple(whole if each is trial else each for each in choice.found.trials))
-        trial = whole
     if misses and trial.prediction.meets(choice.goal.max_drop):
         choice.change(chosen=trial, met=True, note=f"with {wider}, no other plan does")
         return
@@ -270,8 +260,6 @@ def _weigh(search: plan_search.Search, chosen: plan_search.Trial, other: plan_se
     is_better = two.loss() < one.loss()
     if plan_search.changes_many(one) and two.top1_agreement is not None:
         figure += f" and {two.top1_agreement:.1%} of the decisions are the same"
-    # A few samples are enough to choose, but say little of the loss itself.
-    figure += "" if other.is_whole else f" over {two.samples} samples"
     if not is_better:
         return f"{figure}, which is no better: {_ELSE}"
     now, then = (plan_search.quantize_step(search, trial.step, trial.plan).size_after for trial in (chosen, other))

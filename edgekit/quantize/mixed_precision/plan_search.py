@@ -17,7 +17,7 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
-from edgekit.quantize.accuracy.predict import MOST_CHANGED, Look, Prediction
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.mixed_precision.auto import plan_quantization
@@ -63,8 +63,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """A tried plan, with the name of its step and its predicted loss.
 
     `taken_macs` is the share of the MACs that the target's provider takes, `integer_macs` the share that is computed in
-    integers. `is_whole` is False if the loss is predicted over a part of the samples, which was enough to see that
-    another plan is better.
+    integers.
     """
 
     step: str
@@ -72,7 +71,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     prediction: Prediction
     taken_macs: float
     integer_macs: float = 1.0
-    is_whole: bool = True
 
 
 class Search(Subject, frozen=True, kw_only=True):
@@ -82,8 +80,8 @@ class Search(Subject, frozen=True, kw_only=True):
         measure: returns what a quantized model loses over all samples.
         compare: returns how much more accuracy the first of two quantized models loses than the second, over the same
             samples (`FloatReference.compare`); 0 if no output can be judged.
-        look: measures a model by as few samples as show that it is not the one to write (`FloatReference.look`). None:
-            every model is measured by `measure`.
+        look: measures a model by as few samples as show that its `rival`, another one, is better
+            (`FloatReference.look`). None: every model is measured by `measure`.
         work: a folder for intermediate files.
         progress: gets messages.
         may_widen: the user did not ask for this precision: if none of its plans meets a goal, 16 bits for all
@@ -96,7 +94,7 @@ class Search(Subject, frozen=True, kw_only=True):
 
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
-    look: Callable[..., Look] | None = None
+    look: Callable[..., Prediction] | None = None
     work: Path
     progress: Progress = say_nothing
     may_widen: bool = False
@@ -182,7 +180,7 @@ def search_plan(search: Search, goal: Goal) -> tuple[QuantPlan, Searched | None]
     4. The search ends at the first plan that meets the goal, if the target still runs as much of the work as with the
        first plan. Else the largest number of tensors that is worth its cost is tried, and then smaller ones, to see
        whether they do as well. If the largest is best and tensors get 16 bits, more of them are tried (`_try_most`).
-    5. `choose_trial` selects one of the trials, which is measured over all samples.
+    5. `choose_trial` selects one of the trials.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -196,45 +194,8 @@ def search_plan(search: Search, goal: Goal) -> tuple[QuantPlan, Searched | None]
     trials = _try_plans(search, goal, first)
     if not trials:
         return first, None
-    searched = _choose_measured(search, goal, trials)
+    searched = choose_trial(trials, goal)
     return searched.chosen.plan, searched
-
-
-def _choose_measured(search: Search, goal: Goal, trials: Sequence[Trial], *, is_last: bool = True) -> Searched:
-    """Returns the result of a search, whose chosen trial is measured over all samples if it is the last choice.
-
-    Trials that were measured over a part of the samples are measured over more, until they are clearly worse than it.
-    """
-    searched, best = choose_trial(trials, goal), ""
-    while best != searched.chosen.step and not all(trial.is_whole for trial in searched.trials):
-        chosen = complete_trial(search, searched.chosen) if is_last else searched.chosen
-        best = chosen.step
-        trials = [chosen if each.step == best else _measure_against(search, each, chosen) for each in trials]
-        searched = choose_trial(trials, goal)
-    return searched
-
-
-def look_against(search: Search, chosen: Trial, *, is_advice: bool = False) -> Callable[[Model], Look] | None:
-    """Returns `search.look` with the model of the chosen trial as the rival, None if there is no `search.look`."""
-    rival = quantize_step(search, chosen.step, chosen.plan).model
-    return search.look and partial(search.look, rival=rival, is_advice=is_advice)
-
-
-def _measure_against(search: Search, trial: Trial, chosen: Trial) -> Trial:
-    """Returns a trial measured over as many samples as show that it is clearly worse than the chosen one."""
-    look = look_against(search, chosen)
-    if trial.is_whole or look is None:
-        return trial
-    prediction, is_whole = look(quantize_step(search, trial.step, trial.plan).model)
-    return msgspec.structs.replace(trial, prediction=prediction, is_whole=is_whole)
-
-
-def complete_trial(search: Search, trial: Trial) -> Trial:
-    """Returns a trial measured over all samples."""
-    if trial.is_whole:
-        return trial
-    prediction = search.measure(quantize_step(search, trial.step, trial.plan).model)
-    return msgspec.structs.replace(trial, prediction=prediction, is_whole=True)
 
 
 def loses_much(prediction: Prediction) -> bool:
@@ -306,9 +267,6 @@ def choose_trial(trials: Sequence[Trial], goal: Goal) -> Searched:
 
 def _try_plans(search: Search, goal: Goal, first: QuantPlan) -> list[Trial]:
     """Returns the trials, by rising number of tensors out of 8 bits.
-
-    Each is measured over a part of the samples, and over all if it may meet the goal. Some more follow where one is to
-    be chosen (`_choose_measured`).
 
     1. The plan with no tensor out of 8 bits is measured. It is the only one if activations have 16 bits anyway, or, in
        the default mode, if outputs are values that hardly differ (`is_near`).
@@ -436,9 +394,8 @@ class _Attempts:
 
     def choose(self) -> int:
         """Returns the number of tensors of the trial that would be chosen."""
-        searched = _choose_measured(self._search, self._goal, self.in_order, is_last=False)
-        self.trials = dict(zip(sorted(self.trials), searched.trials, strict=True))
-        return next(count for count, trial in self.trials.items() if trial is searched.chosen)
+        chosen = choose_trial(self.in_order, self._goal).chosen
+        return next(count for count, trial in self.trials.items() if trial is chosen)
 
     def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
         """Returns a trial that keeps enough of the first plan's work in integers: 3/4 of it in the default mode.
@@ -446,10 +403,8 @@ class _Attempts:
         Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
         plan meets the goal, or loses little where the first plan loses much.
         """
-        look = self._search.look
-        look = look and partial(look, misses=lambda seen: not self._goal.may_meet(seen, 0.0))
         if not count:
-            return measure_plan(self._search, step, self._first, look=look)
+            return measure_plan(self._search, step, self._first)
         fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
         plan = plan_step(self._search, fewer, count)
         if plan is None:
@@ -464,7 +419,7 @@ class _Attempts:
         is_kept = work.integer >= least
         if not is_kept and must_keep:
             return None
-        trial = measure_plan(self._search, step, plan, work, look=look)
+        trial = measure_plan(self._search, step, plan, work)
         is_enough = is_kept or rescues(trial.prediction, self.trials[0].prediction)
         return trial if is_enough or trial.prediction.meets(self._goal.max_drop) else None
 
@@ -537,14 +492,15 @@ def check_trial(search: Search, model: Model) -> CheckReport:
 
 
 def measure_plan(
-    search: Search, step: str, plan: QuantPlan, work: Work | None = None, *, look: Callable[[Model], Look] | None = None
+    search: Search, step: str, plan: QuantPlan, work: Work | None = None, *, rival: Trial | None = None
 ) -> Trial:
-    """Returns the trial of a plan, measured over all samples or by `look`."""
+    """Returns the trial of a plan, measured over all samples, or over as many as show that the `rival` is better."""
     model, work = quantize_step(search, step, plan).model, work or measure_work(search, step, plan)
-    lost, is_whole = look(model) if look is not None else (search.measure(model), True)
-    return Trial(
-        step=step, plan=plan, prediction=lost, taken_macs=work.taken, integer_macs=work.integer, is_whole=is_whole
-    )
+    if search.look is not None and rival is not None:
+        lost = search.look(model, rival=quantize_step(search, rival.step, rival.plan).model)
+    else:
+        lost = search.measure(model)
+    return Trial(step=step, plan=plan, prediction=lost, taken_macs=work.taken, integer_macs=work.integer)
 
 
 def quantize_step(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:

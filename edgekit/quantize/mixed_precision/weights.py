@@ -137,15 +137,6 @@ def choose_kept(errors: Sequence[WeightError], most_noise: float, least_noise: f
     return kept
 
 
-def _rank_once(subject: Subject, plan: QuantPlan) -> tuple[WeightError, ...]:
-    """Returns the ranking of a plan's weights, which plans that differ in the activations of 16 bits share."""
-    draft = subject.open_draft(msgspec.structs.replace(plan, wide={}, judged=())).use_unsigned()
-    key = digest_draft(draft)
-    if key not in subject.memo.weights:
-        subject.memo.weights[key] = rank_weights(draft, place_draft(draft))
-    return subject.memo.weights[key]
-
-
 def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ...]:
     """Returns the weight of each layer with the noise that it alone causes at the outputs, in graph order.
 
@@ -193,7 +184,11 @@ def widen_weights(subject: Subject, plan: QuantPlan, most_macs: float) -> QuantP
     noise = 10 ** (-_judge(draft, placed, draft.plan, _SAMPLES) / 10)
     if relief.rise_db(1 - least / noise) < relief.LEAST_GAIN_DB:
         return None
-    errors = sorted(scale_errors(_rank_once(subject, plan), noise - least), key=lambda error: -error.noise)
+    # Plans that differ in the activations of 16 bits share the ranking of weights.
+    ranked = subject.open_draft(msgspec.structs.replace(plan, wide={}, judged=())).use_unsigned()
+    key, known = digest_draft(ranked), subject.memo.weights
+    known[key] = known.get(key) or rank_weights(ranked, place_draft(ranked))
+    errors = sorted(scale_errors(known[key], noise - least), key=lambda error: -error.noise)
     layers = {layer.weight: layer for layer in read_layers(graph)}
     macs = {node.name: count_macs(graph, node) for node in graph.nodes}
     fitting, left = list[WeightError](), most_macs * sum(macs.values())

@@ -298,12 +298,16 @@ def learn_blocks(model: Model, samples: Samples, work: Path, form: BlockForm) ->
 def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_table: bool = False) -> Blocks:
     """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N] in 4 bits.
 
-    A scale is searched for each block. Then GPTQ finds the integers of all blocks (`round_gptq`), so that
-    one block compensates for the errors of another. If the weight also `is_table` (a head tied to its embedding), the
-    error of each single weight counts too, as if an input of mean energy read it.
+    For each block the scale with the least error of rounding to nearest is searched. Then GPTQ finds the integers of
+    all blocks (`round_gptq`), so that one block compensates for the errors of another. If the weight also `is_table` (a
+    head tied to its embedding), the error of each single weight counts too, as if an input of mean energy read it.
     """
     depth, block = weight.shape[0], form.block
-    scales = _search_scales(weight, moments.energy().reshape(-1), form)
+    _, whole = quantize_blocks(weight, 4, block, lpbq=form.lpbq)
+    tried = [whole[..., None] * np.float32(share) for share in _SHARES]
+    energy = _split_rows(moments.energy().reshape(1, -1), block)
+    scales = pick_scale(_split_rows(weight.T, block), tried, energy)[..., 0]
+    scales = snap_scales(scales) if form.lpbq else scales
     each = np.repeat(scales, block, axis=1)[:, :depth]
     # Blocks of zeros have a scale of 0. A tiny scale keeps them zero, and can be divided by.
     each = np.where(each, each, np.float32(1e-30))
@@ -319,11 +323,3 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_ta
     values = values.reshape(*scales.shape, block)
     values[scales == 0] = _MIDDLE
     return values, scales
-
-
-def _search_scales(weight: Array, energy: Array, form: BlockForm) -> Array:
-    """Returns, for each block, the scale with the least error of rounding to nearest, [N, blocks]."""
-    _, whole = quantize_blocks(weight, 4, form.block, lpbq=form.lpbq)
-    parts, counted = _split_rows(weight.T, form.block), _split_rows(energy[None], form.block)
-    best = pick_scale(parts, [whole[..., None] * np.float32(share) for share in _SHARES], counted)[..., 0]
-    return snap_scales(best) if form.lpbq else best
