@@ -17,13 +17,10 @@ from typing import IO, Any
 import msgspec
 
 from edgekit.errors import DeviceError
-from edgekit.machine import find_module, peak_bytes
-
-fcntl = find_module("fcntl")
+from edgekit.machine import peak_bytes
 
 _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20
 _JOIN_S = 1.0
 # The children that are running now, of all threads: an interrupted command ends them all.
 _RUNNING: set[int] = set()
@@ -231,10 +228,6 @@ def _start(
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
     _RUNNING.add(child.pid)
-    # Linux: fewer, larger messages.
-    if child.stdin is not None and fcntl is not None and hasattr(fcntl, "F_SETPIPE_SZ"):
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return child
 
 

@@ -4,7 +4,6 @@ If the bundle was tuned for the device's kind of machine, the tuned session sett
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 from onnx import TensorProto
@@ -40,18 +39,13 @@ def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
     plan = planned.get(address_of(device)) or planned.get(kind_of(device))
     form: Form = "onnx" if kind_of(device) == "emulated" and "onnx" in manifest.forms else manifest.form
     plan = plan or Verification(device=device.name, form=form, samples=samples)
-    is_inexact = may_saturate() and address_of(device) in _X64_HERE
-    if is_inexact and "onnx" in manifest.forms and _is_mixed(bundle.find_model("onnx")):
-        plan = msgspec.structs.replace(plan, form="onnx")
+    if may_saturate() and address_of(device) in _X64_HERE and "onnx" in manifest.forms:
+        graph = skim_model(bundle.find_model("onnx")).graph
+        stored = {tensor.data_type for tensor in graph.initializer}
+        has_u8 = TensorProto.UINT8 in stored or any(node.op_type.startswith("DynamicQuantize") for node in graph.node)
+        if has_u8 and TensorProto.INT8 in stored:
+            plan = msgspec.structs.replace(plan, form="onnx")
     return msgspec.structs.replace(plan, samples=min(plan.samples, samples))
-
-
-def _is_mixed(model: Path) -> bool:
-    """Returns True for an ONNX file with activations of u8 and stored tensors of s8."""
-    graph = skim_model(model).graph
-    types = {tensor.data_type for tensor in graph.initializer}
-    unsigned = TensorProto.UINT8 in types or any(node.op_type.startswith("DynamicQuantize") for node in graph.node)
-    return unsigned and TensorProto.INT8 in types
 
 
 def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:

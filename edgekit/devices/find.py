@@ -404,7 +404,23 @@ def choose_devices(
         if entry.settings and not takes_settings:
             words = f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'"
             raise UsageError(words, hint="leave them out")
-        devices += [_name_device(entry, device, is_one=len(several) == 1) for device in several]
+        given = {"runner": entry.runner, "library": entry.library, "provider": entry.provider}
+        stated = {key: value for key, value in given.items() if value is not None}
+        changes = {key: value if key == "provider" else Path(value) for key, value in stated.items()}
+        if unknown := next((key for key in changes if not hasattr(several[0], key)), None):
+            words = f"'{unknown}' of device '{entry.name}' means nothing for '{entry.device}'"
+            raise UsageError(words, hint="leave it out")
+        devices += [
+            NamedDevice(
+                # One of several has its CPU in its name.
+                label=entry.name if len(several) == 1 else f"{entry.name}:{address_of(device).split(':')[-1]}",
+                device=cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes)),
+                timeout_s=entry.timeout_s,
+                budget_s=entry.budget_s,
+                place=entry.labgrid,
+            )
+            for device in several
+        ]
     return devices
 
 
@@ -416,23 +432,6 @@ def _apply_settings(
     device = find_device(name, target)
     found = device.with_settings(given, target)
     return found or (device,), found is not None
-
-
-def _name_device(entry: ListedDevice, device: Device, *, is_one: bool) -> NamedDevice:
-    """Returns a device of a file with the entry's name, files and limits; one of several has its CPU in its name."""
-    given = {"runner": entry.runner, "library": entry.library, "provider": entry.provider}
-    changes = {key: value if key == "provider" else Path(value) for key, value in given.items() if value is not None}
-    for key in changes:
-        if not hasattr(device, key):
-            words = f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'"
-            raise UsageError(words, hint="leave it out")
-    return NamedDevice(
-        label=entry.name if is_one else f"{entry.name}:{address_of(device).split(':')[-1]}",
-        device=cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes)),
-        timeout_s=entry.timeout_s,
-        budget_s=entry.budget_s,
-        place=entry.labgrid,
-    )
 
 
 def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:

@@ -131,7 +131,7 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
         "store": report_store(parts, runtime),
     }
     folder = package.replace(".", "/")
-    sources: dict[str, Path | bytes] = {
+    sources = {
         f"{folder}/{name}": path.read_bytes().replace(_LOADER_PACKAGE, f"package {package};".encode(), 1)
         for name, path in list_files(_JAVA / "loader").items()
     }
@@ -158,7 +158,7 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
     }
 
 
-def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Path) -> dict[str, Path | bytes]:
+def _compile(sources: Mapping[str, bytes], runtime: AppRuntime, work: Path) -> Mapping[str, Path]:
     """Compiles for Java 8, which every Android build takes, and returns the class files."""
     home = os.environ.get("JAVA_HOME", "")
     javac = (shutil.which(str(Path(home) / "bin" / "javac")) if home else None) or shutil.which("javac")
@@ -168,7 +168,7 @@ def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Pat
     for name, source in sources.items():
         source_file = work / "java" / name
         source_file.parent.mkdir(parents=True, exist_ok=True)
-        source_file.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
+        source_file.write_bytes(source)
     (work / "classes").mkdir()
     # The optimizing compiler costs more than it saves here.
     argv = [javac, "-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC", "--release", "8", "-Xlint:-options"]
@@ -181,7 +181,7 @@ def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Pat
         words = f"the loader does not fit the classes of '{runtime.archive}', ONNX Runtime {runtime.version}"
         hint = "edgekit devices install android --library FILE.aar, of another version"
         raise UsageError(f"{words}: {next(errors, result.stderr[-300:])}", hint=hint)
-    return dict(list_files(work / "classes"))
+    return list_files(work / "classes")
 
 
 def require_runtime(runtime: AppRuntime | None) -> AppRuntime:

@@ -7,7 +7,7 @@ import pytest
 from devices_models import float_conv, make_job, qdq_conv, require_device, run_in
 from fixture_types import Shown
 
-from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
+from edgekit.devices.android.android import DEFAULT_CORE, Android, enter_phone, find_core, read_phones
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import DeviceChoice, choose_devices, find_device
@@ -61,8 +61,9 @@ def test_qemu_has_the_cpu_features_of_the_table(qemu: str, tmp_path: Path, work:
 @pytest.mark.parametrize("name", CORES)
 def test_the_phone_s_files_and_its_hwcaps_say_the_same(name: str, tmp_path: Path) -> None:
     core = find_core(name)
-    write_phone(core, tmp_path)
-    lines = (tmp_path / "proc" / "cpuinfo").read_text().split("\n\n")[0].splitlines()
+    words = enter_phone(name, ("qemu",), tmp_path)
+    assert words[2:] == ("qemu", "-cpu", core.qemu)
+    lines = (tmp_path / "phone" / "proc" / "cpuinfo").read_text().split("\n\n")[0].splitlines()
     facts = {key.strip(): value.strip() for key, value in (line.split(":") for line in lines)}
     assert facts["Features"] == core.features
     numbers = [int(facts[f"CPU {key}"], 0) for key in ("implementer", "variant", "part", "revision")]

@@ -114,11 +114,10 @@ class _Sample:
         return inputs
 
     def _fill(self, stage: Table, state: Tensors) -> Tensors:
-        inputs = {**self._feed(stage), **state}
-        return {**inputs, **self._fill_text(stage, inputs)} if stage["text"] else inputs
-
-    def _fill_text(self, stage: Table, given: Tensors) -> Tensors:
-        """Returns the inputs that a stage reads its text from; `given` are its other inputs."""
+        """Returns the inputs of a stage, which sources, its state and the text fill."""
+        given = {**self._feed(stage), **state}
+        if not stage["text"]:
+            return given
         text, specs, known = stage["text"], self._members[stage["run"]]["inputs"], self._tokens
         is_right, length = text["align"] == "right", _find_length(specs, text["input"], given)
         # An open input takes only the new tokens; one of fixed size is filled up, or takes the newest tokens.
@@ -134,7 +133,7 @@ class _Sample:
             most = _find_length(specs, text["mask"], given) or self._count_held(stage, given, len(known) - size) + size
             ones = [1] * min(len(known), most)
             inputs[text["mask"]] = _place(mask, ones, most, 0, is_right=is_right)
-        return inputs
+        return {**given, **inputs}
 
     def _count_read(self, stage: Table) -> int:
         """Returns how many tokens the state of a stage covers: those that it, or the source of its state, has read."""

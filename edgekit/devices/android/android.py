@@ -93,23 +93,6 @@ def find_core(name: str) -> Core:
     return look_up(read_phones().cores, name, f"there is no cpu '{name}' for 'android'")
 
 
-def write_phone(core: Core, root: Path) -> None:
-    """Writes files below `root` that stand for `/proc` and `/sys` of a phone with that core.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
-    lines = "".join(
-        f"processor\t: {index}\nBogoMIPS\t: 38.40\nFeatures\t: {core.features}\n"
-        f"CPU implementer\t: {core.implementer:#04x}\nCPU architecture: 8\nCPU variant\t: {core.variant:#x}\n"
-        f"CPU part\t: {core.part:#05x}\nCPU revision\t: {core.revision}\n\n"
-        for index in range(CORES)
-    )
-    write_file(root / "proc" / "cpuinfo", lines.encode())
-    for name in ("possible", "present", "online"):
-        write_file(root / "sys" / "devices" / "system" / "cpu" / name, f"0-{CORES - 1}\n".encode())
-
-
 NNAPI = "NnapiExecutionProvider"
 XNNPACK = "XnnpackExecutionProvider"
 PROVIDERS = frozenset({NNAPI, XNNPACK, CPU_PROVIDER})
@@ -297,13 +280,25 @@ def find_emulator(abi: str) -> tuple[str, ...] | None:
 def enter_phone(core_name: str, emulator: Sequence[str], work: Path) -> tuple[str, ...]:
     """Returns the words after `env` for a program on the CPU of a phone: what describes it, and the emulator's command.
 
-    No words without an emulator, when the program runs natively.
+    Files below `work/phone` stand for its `/proc` and `/sys`. No words without an emulator, when the program runs
+    natively.
+
+    Raises:
+        OutputError: the folder cannot be written.
     """
     if not emulator:
         return ()
-    core = find_core(core_name)
-    write_phone(core, work / "phone")
-    facts = (f"EDGEKIT_PHONE={work / 'phone'}", f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
+    core, root = find_core(core_name), work / "phone"
+    lines = "".join(
+        f"processor\t: {index}\nBogoMIPS\t: 38.40\nFeatures\t: {core.features}\n"
+        f"CPU implementer\t: {core.implementer:#04x}\nCPU architecture: 8\nCPU variant\t: {core.variant:#x}\n"
+        f"CPU part\t: {core.part:#05x}\nCPU revision\t: {core.revision}\n\n"
+        for index in range(CORES)
+    )
+    write_file(root / "proc" / "cpuinfo", lines.encode())
+    for name in ("possible", "present", "online"):
+        write_file(root / "sys" / "devices" / "system" / "cpu" / name, f"0-{CORES - 1}\n".encode())
+    facts = (f"EDGEKIT_PHONE={root}", f"EDGEKIT_HWCAP={core.hwcaps[0]:#x},{core.hwcaps[1]:#x}")
     return (*facts, *emulator, "-cpu", core.qemu)
 
 

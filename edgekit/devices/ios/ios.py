@@ -101,7 +101,7 @@ def unpack_framework(given: Path | None, folder: Path, work: Path, progress: Pro
         raise DeviceError(f"'{name}' is ONNX Runtime {version[:40]!r}", hint=f"{_OLDEST[0]}.{_OLDEST[1]} is the oldest")
     data = path.read_bytes()
     try:
-        found = _find_object(_find_cpu(data))
+        found = _find_object(data)
         imports = list_imports(found)
     except (struct.error, ValueError, IndexError) as error:
         raise DeviceError(f"the library of '{name}' is damaged: {error}", hint=_HINT) from error
@@ -111,22 +111,20 @@ def unpack_framework(given: Path | None, folder: Path, work: Path, progress: Pro
     )
 
 
-def _find_cpu(data: bytes) -> bytes:
-    """Returns the x86-64 part of a universal file; a file for a single CPU is returned whole."""
-    if data[:4] != _FAT:
-        return data
-    (count,) = struct.unpack_from(">I", data, 4)
-    for index in range(count):
-        cpu, _, offset, size, _ = struct.unpack_from(">5I", data, 8 + 20 * index)
-        if cpu == _CPU_X86_64:
-            if offset + size > len(data):
-                raise ValueError("it is cut off")
-            return data[offset : offset + size]
-    raise ValueError("it has no part for x86-64")
-
-
 def _find_object(archive: bytes) -> bytes:
-    """Returns the only object file of a static library; ONNX Runtime links all its objects into one beforehand."""
+    """Returns the only object file of a static library, in a universal file that of its part for x86-64.
+
+    ONNX Runtime links all its objects into one beforehand.
+    """
+    if archive[:4] == _FAT:
+        (count,) = struct.unpack_from(">I", archive, 4)
+        parts = [struct.unpack_from(">5I", archive, 8 + 20 * index) for index in range(count)]
+        offset, size = next(((part[2], part[3]) for part in parts if part[0] == _CPU_X86_64), (0, 0))
+        if offset + size > len(archive):
+            raise ValueError("it is cut off")
+        if not size:
+            raise ValueError("it has no part for x86-64")
+        archive = archive[offset : offset + size]
     if archive[: len(_ARCHIVE)] != _ARCHIVE:
         raise ValueError("it is no static library")
     at, objects = len(_ARCHIVE), list[bytes]()

@@ -139,18 +139,30 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
         if path.is_absolute() or ".." in path.parts or str(path) != name or not name.isprintable():
             raise DeviceError(f"'{name}' is no name for a file on a device", hint="rename the file")
     digest = digest_files(files)
-    sizes, to_remove, free_bytes = _list_stored(shell, base, digest, list(wanted))
+    place, listed = shlex.quote(base), " ".join(shlex.quote(name) for name in wanted)
+    script = f"""
+mkdir -p {place} && chmod 700 {place} && cd {place} || exit 1
+for d in part-* run-*; do [ -e "$d" ] && echo "left $d"; done
+[ -d {digest} ] && touch {digest} && (cd {digest} && wc -c {listed}) |
+    while read -r n l; do echo "size $n"; done
+df -Pk . | while read -r a b c d e; do echo "free $d"; done
+exit 0"""
+    lines = [[*line.split(" "), ""] for line in ask(shell, script, step="looking at what is there").splitlines()]
+    # `wc` prints the total of several files last.
+    sizes = [int(words[1]) for words in lines if words[0] == "size" and _is_number(words[1])][: len(wanted)]
+    free_bytes = [int(words[1]) * 1024 for words in lines if words[0] == "free" and _is_number(words[1])]
+    # The folders of programs and transfers that have ended.
+    to_remove = [words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])]
     if sizes == [path.stat().st_size for path in wanted.values()]:
         if to_remove:
-            script = f"cd {shlex.quote(base)} || exit 1\n{_script_removals(base, to_remove)}"
-            ask(shell, script, step="removing left-overs")
+            ask(shell, f"cd {place} || exit 1\n{_script_removals(base, to_remove)}", step="removing left-overs")
         return f"{base}/{digest}"
     if sizes:  # the set is there, but damaged, as after a sudden power-off
         to_remove.append(digest)
     # It gets its final name only when it is complete and checked, so that a set that is found is always complete.
     part = make_folder_name("part")
     try:
-        _fill(shell, base, part, digest, wanted, free_bytes, to_remove)
+        _fill(shell, base, part, digest, wanted, free_bytes[-1] if free_bytes else None, to_remove)
     except BaseException:
         remove_folder(shell, base, part)
         raise
@@ -172,28 +184,6 @@ def wrap_program(base: str, run: str, argv: Sequence[str]) -> str:
         f"TMPDIR={folder} $s {words} <&3 3<&- & p=$!; exec 3<&- </dev/null; "
         f"echo $p > pid; wait $p; rc=$?; cd /; rm -rf {folder}; exit $rc"
     )
-
-
-def _list_stored(shell: Shell, base: str, digest: str, names: Sequence[str]) -> tuple[list[int], list[str], int | None]:
-    """Returns what is stored on the machine, and the free bytes there, None if these are unknown.
-
-    First the sizes of the wanted set's files, none if it is not there, then the folders of programs and transfers that
-    have ended.
-    """
-    place = shlex.quote(base)
-    listed = " ".join(shlex.quote(name) for name in names)
-    script = f"""
-mkdir -p {place} && chmod 700 {place} && cd {place} || exit 1
-for d in part-* run-*; do [ -e "$d" ] && echo "left $d"; done
-[ -d {digest} ] && touch {digest} && (cd {digest} && wc -c {listed}) |
-    while read -r n l; do echo "size $n"; done
-df -Pk . | while read -r a b c d e; do echo "free $d"; done
-exit 0"""
-    lines = [[*line.split(" "), ""] for line in ask(shell, script, step="looking at what is there").splitlines()]
-    sizes = [int(words[1]) for words in lines if words[0] == "size" and _is_number(words[1])]
-    free = [int(words[1]) * 1024 for words in lines if words[0] == "free" and _is_number(words[1])]
-    left = [words[1] for words in lines if words[0] == "left" and _is_left_over(words[1])]
-    return sizes[: len(names)], left, free[-1] if free else None
 
 
 def _fill(

@@ -8,8 +8,6 @@ hardware that a provider finds: `python ort_provider.py '{"provider": ..., "libr
 import ctypes
 import json
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +55,14 @@ def prepare_provider(options: Any, job: Json, providers: list[Any]) -> list[Any]
 
 
 def find_devices(job: Json) -> tuple[list[Any], bool]:
-    """Returns the devices that a plug-in provider finds here, and whether a CPU was presented as another vendor's."""
-    with _claiming_vendor(job["cpu_vendor"]) as claimed:
-        ort.register_execution_provider_library(job["provider"], job["library"])
-    return [device for device in ort.get_ep_devices() if device.ep_name == job["provider"]], claimed
+    """Returns the devices that a plug-in provider finds here, and whether a CPU was presented as another vendor's.
 
-
-@contextmanager
-def _claiming_vendor(vendor: int) -> Generator[bool]:
-    """Presents every CPU as one of a vendor while a plug-in enumerates devices; 0 changes nothing.
-
+    While the plug-in enumerates devices, every CPU is presented as one of the job's vendor; 0 changes nothing.
     OpenVINO's plug-in does not list CPUs of other vendors than Intel, although it can compute on them
     (microsoft/onnxruntime#31981). ONNX Runtime exposes its own record of each CPU: {kind, vendor, device}, 4 bytes
     each. The vendor is overwritten only if the memory holds exactly these values.
     """
-    changed: list[tuple[Any, int]] = []
+    vendor, changed = job["cpu_vendor"], list[tuple[Any, int]]()
     for cpu in [device.device for device in ort.get_ep_devices() if vendor and _kind(device) == "cpu"]:
         # pybind11 stores the address of the C++ record after the header of the Python object.
         address = ctypes.c_void_p.from_address(id(cpu) + 16).value
@@ -82,10 +73,11 @@ def _claiming_vendor(vendor: int) -> Generator[bool]:
             changed.append((record, cpu.vendor_id))
             record[1] = vendor
     try:
-        yield bool(changed)
+        ort.register_execution_provider_library(job["provider"], job["library"])
     finally:
         for record, old in changed:
             record[1] = old
+    return [device for device in ort.get_ep_devices() if device.ep_name == job["provider"]], bool(changed)
 
 
 def _preload() -> None:

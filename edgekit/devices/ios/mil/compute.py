@@ -136,19 +136,6 @@ def read_program(data: bytes, folder: Path) -> Program:
 _ReadFile = Callable[[str], bytes]
 
 
-def _read_blob(data: bytes, offset: int, count: int) -> Array:
-    """Returns the elements that the blob record at an offset of a file points to."""
-    if not 0 <= offset <= len(data) - _BLOB_HEAD.size:
-        raise ValueError("it is cut off")
-    sentinel, kind, size, start = _BLOB_HEAD.unpack_from(data, offset)
-    if sentinel != _SENTINEL or kind not in _BLOB_KINDS:
-        raise ValueError(f"there is no blob at {offset}")
-    dtype = np.dtype(_BLOB_KINDS[kind])
-    if size != count * dtype.itemsize or start + size > len(data):
-        raise ValueError(f"the blob at {offset} is cut off")
-    return np.frombuffer(data, dtype, count, start)
-
-
 def _read_result(entry: Any) -> Result:
     tensor = entry.type.tensor
     return Result(name=entry.name, dtype=DTYPES.get(tensor.dtype), shape=_read_shape(tensor))
@@ -187,7 +174,16 @@ def _read_value(value: Any, read_file: _ReadFile) -> Value:
     if not 0 <= count <= _MAX_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError("it has a constant of no size")
     if value.HasField("blob"):
-        return _read_blob(read_file(value.blob.file), value.blob.offset, count).reshape(shape)
+        data, offset = read_file(value.blob.file), value.blob.offset
+        if not 0 <= offset <= len(data) - _BLOB_HEAD.size:
+            raise ValueError("it is cut off")
+        sentinel, stored, size, start = _BLOB_HEAD.unpack_from(data, offset)
+        if sentinel != _SENTINEL or stored not in _BLOB_KINDS:
+            raise ValueError(f"there is no blob at {offset}")
+        dtype = np.dtype(_BLOB_KINDS[stored])
+        if size != count * dtype.itemsize or start + size > len(data):
+            raise ValueError(f"the blob at {offset} is cut off")
+        return np.frombuffer(data, dtype, count, start).reshape(shape)
     tensor = value.immediate.tensor
     if kind == _TEXT:
         return "".join(tensor.texts.values)
