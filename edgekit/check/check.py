@@ -230,7 +230,17 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
         parent = msgspec.structs.replace(checked, integers=integers)
         listed.append(parent)
         for body in node.bodies:
-            listed += _check_body(body, parent, judge, blocked)
+            if (rule := judge.bodies) == "placed":
+                listed += _check_nodes(body, judge, blocked)
+                continue
+            what = "which is not taken" if rule == "whole" else "which the provider does not enter"
+            why = f"it is in the body of '{parent.name}', {what}"
+            taken = parent.taken and rule == "whole"
+            partition, because = (parent.partition, ()) if taken else (None, (why,))
+            listed += [
+                msgspec.structs.replace(inner, taken=taken, partition=partition, reasons=because)
+                for inner in _check_nodes(body, judge, why)
+            ]
     return listed
 
 
@@ -249,20 +259,6 @@ def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:
             for refusal in judge.find_refusals(body, inner):
                 return (Refusal(reason=f"'{inner.node.name}' in its body is not taken: {refusal.reason}"),)
     return ()
-
-
-def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
-    rule = judge.bodies
-    if rule == "placed":
-        return _check_nodes(body, judge, blocked)
-    taken = parent.taken and rule == "whole"
-    what = "which is not taken" if rule == "whole" else "which the provider does not enter"
-    why = f"it is in the body of '{parent.name}', {what}"
-    partition, reasons = (parent.partition, ()) if taken else (None, (why,))
-    return [
-        msgspec.structs.replace(node, taken=taken, partition=partition, reasons=reasons)
-        for node in _check_nodes(body, judge, why)
-    ]
 
 
 def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 For inputs with open dimensions, work is counted at assumed sizes, which the report names (`choose_sizes`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from math import prod
 
 import msgspec
@@ -82,9 +83,7 @@ def _nbits(graph: Graph, node: Node) -> int:
 
 def _einsum(graph: Graph, node: Node) -> int:
     terms = str(node.attributes.get("equation", "")).replace(" ", "").split("->")[0].split(",")
-    sizes: dict[str, int] = {}
-    for position, term in enumerate(terms):
-        sizes.update(zip(term, _dims(graph, node, position), strict=False))
+    sizes = dict(chain.from_iterable(zip(term, _dims(graph, node, at), strict=False) for at, term in enumerate(terms)))
     # Each letter is a loop; with one operand nothing is multiplied.
     return prod(sizes.values()) if len(terms) > 1 else 0
 
@@ -185,43 +184,38 @@ def _find_demanded(graph: Graph) -> dict[str, int]:
     }
     demanded: dict[str, int] = {}
     for node in graph.nodes:
-        for position, axis, size in _demand(graph, node):
+        shapes = [graph.value(name).shape if name else None for name in node.input]
+        if len(shapes) < 2 or (weight := shapes[1]) is None:
+            continue
+        # The input, the axis, and the size that it must have there.
+        wanted: list[tuple[int, int, int | None]] = []
+        match node.op_type, len(weight):
+            case "MatMul", 2:
+                wanted = [(0, -1, weight[0])]
+            case "Gemm", 2:
+                wanted = [(0, 0 if node.integer("transA", 0) else 1, weight[1 if node.integer("transB", 0) else 0])]
+            case "Conv", rank if rank > 1:
+                wanted = [(0, 1, weight[1] and weight[1] * node.integer("group", 1))]
+            case (("ConvTranspose" | "BatchNormalization" | "InstanceNormalization"), rank) if rank:
+                wanted = [(0, 1, weight[0])]
+            case (("LSTM" | "GRU" | "RNN"), 3):
+                wanted = [(0, 2, weight[2])]
+            case (("LayerNormalization" | "Add" | "Sub" | "Mul" | "Div" | "PRelu"), _):
+                # Only a constant says what is not broadcast: a computed tensor may depend on the open dimension.
+                wanted = [
+                    (1 - at, axis - len(shape), size)
+                    for at, shape in enumerate(shapes[:2])
+                    if shape and node.input[at] in graph.constants
+                    for axis, size in enumerate(shape)
+                ]
+            case _:
+                pass
+        for position, axis, size in wanted:
             dims = names.get(node.given(position), [])
-            if -len(dims) <= axis < len(dims) and dims[axis]:
+            # An entry of size 1 is broadcast.
+            if size is not None and size > 1 and -len(dims) <= axis < len(dims) and dims[axis]:
                 demanded.setdefault(dims[axis], size)
     return demanded
-
-
-def _demand(graph: Graph, node: Node) -> Iterator[tuple[int, int, int]]:
-    """Yields the input, the axis and the size that it must have there, by the shape of another input."""
-    shapes = [graph.value(name).shape if name else None for name in node.input]
-    weight = shapes[1] if len(shapes) > 1 else None
-    if weight is None:
-        return
-    wanted: list[tuple[int, int, int | None]] = []
-    match node.op_type, len(weight):
-        case "MatMul", 2:
-            wanted = [(0, -1, weight[0])]
-        case "Gemm", 2:
-            wanted = [(0, 0 if node.integer("transA", 0) else 1, weight[1 if node.integer("transB", 0) else 0])]
-        case "Conv", rank if rank > 1:
-            wanted = [(0, 1, weight[1] and weight[1] * node.integer("group", 1))]
-        case (("ConvTranspose" | "BatchNormalization" | "InstanceNormalization"), rank) if rank:
-            wanted = [(0, 1, weight[0])]
-        case (("LSTM" | "GRU" | "RNN"), 3):
-            wanted = [(0, 2, weight[2])]
-        case (("LayerNormalization" | "Add" | "Sub" | "Mul" | "Div" | "PRelu"), _):
-            # Only a constant says what is not broadcast: a computed tensor may itself depend on the open dimension.
-            wanted = [
-                (1 - at, axis - len(shape), size)
-                for at, shape in enumerate(shapes[:2])
-                if shape and node.input[at] in graph.constants
-                for axis, size in enumerate(shape)
-            ]
-        case _:
-            pass
-    # An entry of size 1 is broadcast.
-    yield from ((at, axis, size) for at, axis, size in wanted if size is not None and size > 1)
 
 
 def assume_sizes(graph: Graph, sizes: Mapping[str, int] | None = None) -> Graph:

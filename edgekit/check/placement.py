@@ -2,14 +2,14 @@
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from edgekit.check.report import CheckedNode, CheckReport, Disagreement, Placed
 from edgekit.check.rules.rulebook import Placing
 from edgekit.check.rules.units import Unit
-from edgekit.graph.graph import Graph, Node
+from edgekit.graph.graph import Graph
 
 _SMALL_CONSTANT = 100
 _NEVER_ON_HOST = frozenset({"float16", "bfloat16"})
@@ -242,7 +242,18 @@ def _on_host(graph: Graph, units: Sequence[Unit], able: Sequence[bool], placing:
         seen.add(index)
         node, at = graph.nodes[index], at_of[index]
         if able[at]:
-            if not _reads_host(graph, node, on_host, placing):
+            # Inputs that the kernel itself reads from CPU memory do not count as values that lie there.
+            own = placing.host_inputs.get(node.op_type, ())
+            if not all(
+                graph.value(name).dtype not in _NEVER_ON_HOST
+                and (
+                    (name in graph.constants and graph.value(name).elements <= _SMALL_CONSTANT)
+                    or name in graph.inputs
+                    or (name in on_host and position not in own)
+                )
+                for position, name in enumerate(node.input)
+                if name
+            ):
                 continue
             reasons[at] = "it computes a shape, which the provider leaves to the CPU, where shapes lie"
         on_host.update(node.output)
@@ -250,21 +261,3 @@ def _on_host(graph: Graph, units: Sequence[Unit], able: Sequence[bool], placing:
             for reader in graph.consumers.get(name, ()):
                 heapq.heappush(waiting, reader.index)
     return reasons
-
-
-def _reads_host(graph: Graph, node: Node, on_host: Collection[str], placing: Placing) -> bool:
-    """Returns True if every input is a small constant, a graph input, or a value in CPU memory.
-
-    Inputs that the kernel itself reads from CPU memory (`host_inputs`) do not count as such values.
-    """
-    for position, name in enumerate(node.input):
-        value = graph.value(name)
-        if not name:
-            continue
-        if value.dtype in _NEVER_ON_HOST:
-            return False
-        if (name in graph.constants and value.elements <= _SMALL_CONSTANT) or name in graph.inputs:
-            continue
-        if name not in on_host or position in placing.host_inputs.get(node.op_type, ()):
-            return False
-    return True

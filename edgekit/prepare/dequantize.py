@@ -94,7 +94,17 @@ class _Writer:
             MisfitError: it is another node, or reads something else than quantized activations and constants.
         """
         if node.op_type in _LAYERS:
-            self._write_layer(graph, node)
+            biased = _follow(graph, node, "Add")
+            last = known(_follow(graph, known(_follow(graph, biased or node, "Cast")), "Mul"))
+            product = known(next(filter(None, (made_by(graph, name, "Mul") for name in last.input)), None))
+            bias = [] if biased is None else [_find_bias(graph, node, biased)]
+
+            def read(scales: tuple[str, ...]) -> list[str]:
+                operands = zip(node.input[:2], scales, map(node.given, (2, 3)), strict=True)
+                return [self._make_float(graph, node, *names) for names in operands]
+
+            inputs = known(attempt(read, product.input) or attempt(read, product.input[::-1]))
+            _put(node, _LAYERS[node.op_type], [*inputs, *bias], last)
             return True
         op, places = known(_WHOLE.get(node.op_type))
         named = [list(map(node.given, place)) for place in places]
@@ -105,19 +115,6 @@ class _Writer:
             node.proto.output[0] = f"{node.output[0]}/product"
             graph.proto.node.append(onnx.helper.make_node("Add", [node.proto.output[0], node.input[at]], node.output))
         return True
-
-    def _write_layer(self, graph: Graph, node: Node) -> None:
-        biased = _follow(graph, node, "Add")
-        last = known(_follow(graph, known(_follow(graph, biased or node, "Cast")), "Mul"))
-        product = known(next(filter(None, (made_by(graph, name, "Mul") for name in last.input)), None))
-        bias = [] if biased is None else [_find_bias(graph, node, biased)]
-
-        def read(scales: tuple[str, ...]) -> list[str]:
-            operands = zip(node.input[:2], scales, map(node.given, (2, 3)), strict=True)
-            return [self._make_float(graph, node, *names) for names in operands]
-
-        inputs = known(attempt(read, product.input) or attempt(read, product.input[::-1]))
-        _put(node, _LAYERS[node.op_type], [*inputs, *bias], last)
 
     def _make_float(self, graph: Graph, reader: Node, name: str, scale: str, zero: str) -> str:
         """Returns the float tensor of integers that are a quantized activation, or constant."""

@@ -6,7 +6,7 @@ both versions.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -39,8 +39,12 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int, values: Mapping[
     old: Any = defs.get_schema(node.op_type, opset)
     if new.since_version == old.since_version:
         return True
-    if opset < _CHANGED_SINCE.get(node.op_type, 0) <= own and not _is_along_last(node, values):
-        return False
+    if opset < _CHANGED_SINCE.get(node.op_type, 0) <= own:
+        # Before opset 13 the axis of a softmax and all axes behind it were one row: the same if it is the last.
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
+        ranks = {values[name].rank for name in node.input if name in values}
+        if axis is None or (axis != -1 and axis + 1 not in ranks):
+            return False
     # Most new versions only add element types: so the signatures are compared.
     last = len(old.inputs) - 1
     pairs = [(old.inputs[min(at, last)], name) for at, name in enumerate(node.input) if last >= 0]
@@ -63,41 +67,17 @@ def _fits(node: onnx.NodeProto, schema: Any) -> bool:
     return has_each and schema.min_input <= len(node.input) and len(node.output) <= schema.max_output
 
 
-def _is_along_last(node: onnx.NodeProto, values: Mapping[str, _Value]) -> bool:
-    """Returns True if a softmax states the last axis: before opset 13, its axis and all axes behind it were one row."""
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), None)
-    ranks = {values[name].rank for name in node.input if name in values}
-    return axis == -1 or (axis is not None and axis + 1 in ranks)
-
-
 def _read_values(proto: onnx.ModelProto) -> dict[str, _Value]:
     """Returns the element type and the number of axes of each tensor for which they are known."""
-    values = dict[str, _Value]()
+    found = dict[str, tuple[int, int | None]]()
     for graph in models.iterate_graphs(infer_model(proto).graph):
-        for tensor in graph.initializer:
-            values[tensor.name] = _Value(_name_kind(tensor.data_type), len(tensor.dims))
+        found |= {tensor.name: (tensor.data_type, len(tensor.dims)) for tensor in graph.initializer}
         for value in (*graph.input, *graph.value_info, *graph.output):
             held = value.type.tensor_type
             if held.elem_type:
-                rank = len(held.shape.dim) if held.HasField("shape") else None
-                values[value.name] = _Value(_name_kind(held.elem_type), rank)
-    return values
-
-
-def _name_kind(element_type: int) -> str:
-    return f"tensor({onnx.TensorProto.DataType.Name(element_type).lower()})"
-
-
-def _drop_defaults(node: onnx.NodeProto, own: int, opset: int) -> None:
-    """Drops attributes that the older opset lacks and that state the default, in place."""
-    if not defs.has(node.op_type, opset):
-        return
-    new: Any = defs.get_schema(node.op_type, own).attributes
-    old: Any = defs.get_schema(node.op_type, opset).attributes
-    read, lacking = helper.get_attribute_value, new.keys() - old.keys()
-    given = list(node.attribute)
-    default = [each for each in given if each.name in lacking and read(each) == read(new[each.name].default_value)]
-    models.refill(node.attribute, [each for each in given if each not in default])
+                found[value.name] = held.elem_type, len(held.shape.dim) if held.HasField("shape") else None
+    spell = onnx.TensorProto.DataType.Name
+    return {name: _Value(f"tensor({spell(kind).lower()})", rank) for name, (kind, rank) in found.items()}
 
 
 MAX_OPSET = models.formats_of(VERSION).opset
@@ -110,6 +90,11 @@ DEFAULT_OPSET = 17
 """The opset that an older model is raised to: the newest that ONNX Runtime 1.16 and QNN both support fully."""
 
 _FUSED_NORMS = frozenset({"EmbedLayerNormalization", "LayerNormalization", "SkipLayerNormalization"})
+# The operators of a LayerNormalization in parts: a division by the root of a variance; tf2onnx gives the variance of
+# Keras's layer to a BatchNormalization.
+_PARTED_NORMS = (
+    [{"Div", "Reciprocal"}, {"Sqrt"}, {"ReduceMean", "ReduceSum"}], [{"BatchNormalization"}, {"ReduceSumSquare"}],
+)  # fmt: skip
 _ASIDE = "edgekit.aside"
 _PORTABLE_IR_VERSION = 9
 # The newest element type of that version (onnx.proto's history of IR_VERSION).
@@ -135,8 +120,9 @@ def read_opset(proto: onnx.ModelProto) -> int:
 def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     """Returns the opset to convert to: the wanted one, else the model's own or the nearest that edgekit supports.
 
-    An opset below 13 is raised to 17, and so is one below 17 of a model that has a LayerNormalization in parts, or as
-    ONNX Runtime's optimizers write it into older models. One that ONNX Runtime does not have is lowered.
+    An opset below 13 is raised to 17, and so is one below 17 of a model that has the operators of a LayerNormalization
+    in parts, or one that ONNX Runtime's optimizers wrote into an older model. One that ONNX Runtime does not have is
+    lowered.
 
     Raises:
         UsageError: ONNX Runtime does not have the wanted opset.
@@ -148,9 +134,9 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
         return wanted
     lifted = own < OLDEST_OPSET and any(not node.domain for node in models.iterate_nodes(proto.graph))
     # From opset 17 on, ONNX Runtime fuses the parts, and its optimizers' own operators can be split into ONNX's norm.
-    normed = own < LAYER_NORM_SINCE and (
-        _has_parted_norms(proto.graph)
-        or any(node.op_type in _FUSED_NORMS and node.domain in {"", ORT_DOMAIN} for node in proto.graph.node)
+    ops = {node.op_type for node in proto.graph.node if node.domain in {"", ORT_DOMAIN}}
+    normed = own < LAYER_NORM_SINCE and any(
+        all(not each.isdisjoint(ops) for each in parts) for parts in ([_FUSED_NORMS], *_PARTED_NORMS)
     )
     return DEFAULT_OPSET if lifted or normed else min(own, MAX_OPSET)
 
@@ -172,8 +158,15 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if not lowers:
         _replace_preview_nodes(proto.graph)
     nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain]
+    read = helper.get_attribute_value
     for node in nodes if lowers else ():
-        _drop_defaults(node, own, opset)
+        if defs.has(node.op_type, opset):
+            # Attributes that the older opset lacks are dropped where they state the default.
+            new: Any = defs.get_schema(node.op_type, own).attributes
+            lacking = new.keys() - cast("Any", defs.get_schema(node.op_type, opset)).attributes.keys()
+            pairs = [(each, each.name in lacking and new[each.name].default_value) for each in node.attribute]
+            kept = [each for each, default in pairs if not default or read(each) != read(default)]
+            models.refill(node.attribute, kept)
     # ONNX Runtime's own normalizations in ONNX's domain get another domain, so that the converter leaves them alone.
     # The operators that differ in the older opset or do not exist there, or that onnx does not know at all.
     known = (node for node in nodes if not is_own(node, own))
@@ -227,14 +220,9 @@ def _replace_preview_nodes(graph: onnx.GraphProto) -> None:
 
     ONNX had them as a preview, OnnxMLTools wrote them for Core ML's layers, and only ONNX Runtime's CPU has them still.
     """
-    if not models.list_element_types(graph).isdisjoint({onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}):
-        return
-    for part in models.iterate_graphs(graph):
-        nodes: list[onnx.NodeProto] = []
-        for node in part.node:
-            known = node.op_type in _PREVIEW and not node.domain and len(node.input) == len(node.output) == 1
-            nodes += (_write_preview(node) if known else ()) or (node,)
-        models.refill(part.node, nodes)
+    if models.list_element_types(graph).isdisjoint({onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}):
+        for part in models.iterate_graphs(graph):
+            models.refill(part.node, [new for node in part.node for new in _write_preview(node) or (node,)])
 
 
 _PREVIEW = frozenset({"Affine", "Crop", "ImageScaler"})
@@ -243,8 +231,9 @@ _TO_THE_END = np.iinfo(np.int64).max
 
 
 def _write_preview(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
-    """Returns the nodes that replace a node, none if its attributes are not those of the operator."""
-    if any(each.type not in _NUMBERS for each in node.attribute):
+    """Returns the nodes that replace a node of `_PREVIEW`, none for another or if its attributes are malformed."""
+    is_known = node.op_type in _PREVIEW and not node.domain and len(node.input) == len(node.output) == 1
+    if not is_known or any(each.type not in _NUMBERS for each in node.attribute):
         return ()
     given: dict[str, Any] = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     (x,), (y,) = node.input, node.output
@@ -314,36 +303,3 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
     if proto.ir_version > _PORTABLE_IR_VERSION and is_portable:
         proto.ir_version = _PORTABLE_IR_VERSION
     proto.ir_version = min(max(proto.ir_version, 8), newest)
-
-
-def _has_parted_norms(graph: onnx.GraphProto) -> bool:
-    """Returns True if a graph seems to have a LayerNormalization in parts: a division by the root of a variance.
-
-    The variance is the mean of (x - mean(x))^2, or mean(x^2) - mean(x)^2, as JAX writes it. tf2onnx gives that of Keras
-    to a BatchNormalization.
-    """
-    makers = {name: node for node in graph.node for name in node.output}
-
-    def climb(name: str, *path: frozenset[str], most: int = _MOST_PARTS) -> bool:
-        node = makers.get(name)
-        if node is None or not path or not most:
-            return not path
-        if node.op_type in path[0]:
-            path = path[1:]
-        elif node.op_type not in _RESHAPES:
-            return False
-        return any(climb(each, *path, most=most - 1) for each in set(node.input))
-
-    divisors = [node.input[-1] for node in graph.node if node.op_type in {"Div", "Reciprocal"} and node.input]
-    centred, difference = (_SQUARES, _SUB, _MEANS), (_SUB, _MEANS, _SQUARES)
-    paths = [(frozenset({"Sqrt"}), frozenset({"Add"}), *variance) for variance in ((_MEANS, *centred), difference)]
-    variances = [node.input[4] for node in graph.node if node.op_type == "BatchNormalization" and len(node.input) == 5]
-    return any(climb(name, *path) for name in divisors for path in paths) or any(
-        climb(name, frozenset({"ReduceSumSquare"})) for name in variances
-    )
-
-
-_SQUARES, _SUB, _MEANS = frozenset({"Mul", "Pow"}), frozenset({"Sub"}), frozenset({"ReduceMean", "ReduceSum"})
-# Operators between the parts: changed shapes, Max(variance, 0), and a sum times the reciprocal of the size.
-_MOST_PARTS = 10
-_RESHAPES = frozenset({"Div", "Expand", "Identity", "Max", "Mul", "Reshape", "Squeeze", "Unsqueeze"})

@@ -8,10 +8,10 @@ replaced by others while it optimizes.
 import math
 
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from edgekit._ort import Level, SessionSettings, external_config, makes_session
-from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.graph import Node, view_part
 from edgekit.model.external import LISTS_OF_TREES, skim_model
 from edgekit.model.model import Model, iterate_nodes, iterate_tensors, refill
 
@@ -74,68 +74,34 @@ def _loads(model: Model) -> bool:
 
 
 def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Replaces large weights by inputs, in place, and returns them as tensors without data.
-
-    The output of a ConstantOfShape counts as a weight.
-    """
+    """Replaces large weights by inputs, in place, and returns them as tensors without data."""
     graph = proto.graph
-    # Equal ConstantOfShape nodes are merged, as ONNX Runtime merges nodes with equal weights.
-    shapes = {
-        tensor.name: (tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes()) for tensor in _shapes_of(graph)
-    }
-    first: dict[object, str] = {}
-    same: dict[str, str] = {}
-    for node in graph.node:
-        if node.op_type == "ConstantOfShape" and node.input and node.input[0] in shapes:
-            value = tuple(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
-            same[node.output[0]] = first.setdefault((shapes[node.input[0]], value), node.output[0])
-    for node in graph.node:
-        node.input[:] = [same.get(name, name) for name in node.input]
-    found = _find_weights(graph).items()
-    shells = [onnx.TensorProto(name=name, data_type=kind, dims=dims) for name, (kind, dims) in found]
+    found = _find_weights(graph).values()
+    shells = [onnx.TensorProto(name=each.name, data_type=each.data_type, dims=each.dims) for each in found]
     names = {shell.name for shell in shells}
     refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in names])
-    refill(graph.node, [node for node in graph.node if not names.issuperset(node.output)])
     graph.input.extend(helper.make_tensor_value_info(shell.name, shell.data_type, shell.dims) for shell in shells)
     return shells
 
 
-def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
-    names = {name for node in graph.node if node.op_type == "ConstantOfShape" for name in node.input}
-    found = [tensor for tensor in graph.initializer if tensor.name in names]
-    return [tensor for tensor in found if tensor.data_location != onnx.TensorProto.EXTERNAL]
-
-
-def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Returns the type and shape of each large weight whose values no rewrite reads."""
-    shapes = {tensor.name: tensor for tensor in _shapes_of(graph)}
-    made = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
-    for node in graph.node:
-        shape = shapes.get(node.input[0]) if node.op_type == "ConstantOfShape" and node.input else None
-        if shape is None or shape.data_type != onnx.TensorProto.INT64:
-            continue
-        # Without a value the operator gives float32 zeros; 1 is FLOAT.
-        value = next((attribute.t.data_type for attribute in node.attribute if attribute.name == "value"), 1)
-        made[node.output[0]] = (value, tuple(map(int, numpy_helper.to_array(shape).reshape(-1).tolist())))
+def _find_weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Returns by name the large weights whose values no rewrite reads."""
     view = view_part(graph)
     hidden = view.outputs | view.captured
+
+    def only_multiplies(node: Node, name: str) -> bool:
+        # A rewrite may read the values of a first operand or a bias.
+        if node.op_type not in _WEIGHTED or node.domain or node.input.index(name) != 1 or name in node.input[2:]:
+            return False
+        convolves = node.op_type in {"Conv", "ConvTranspose"}
+        return not convolves or all(reader.op_type not in _FOLDED_INTO for reader in view.readers(node.output[0]))
+
     return {
-        name: what
-        for name, what in made.items()
-        if math.prod(what[1]) >= _LEAST_ELEMENTS
-        and name not in hidden
-        and view.readers(name)
-        and all(_only_multiplies(view, node, name) for node in view.readers(name))
+        name: tensor
+        for name, tensor in ((tensor.name, tensor) for tensor in graph.initializer)
+        if math.prod(tensor.dims) >= _LEAST_ELEMENTS and name not in hidden and view.readers(name)
+        if all(only_multiplies(node, name) for node in view.readers(name))
     }
-
-
-def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
-    # A rewrite may read the values of a first operand or a bias.
-    if node.op_type not in _WEIGHTED or node.domain or node.input.index(name) != 1 or name in node.input[2:]:
-        return False
-    followers = graph.readers(node.output[0])
-    convolves = node.op_type in {"Conv", "ConvTranspose"}
-    return not convolves or not any(follower.op_type in _FOLDED_INTO for follower in followers)
 
 
 def is_absent(tensor: onnx.TensorProto) -> bool:

@@ -78,12 +78,6 @@ def test_a_model_outside_memory_is_the_same(tmp_path: Path, monkeypatch: pytest.
     assert stored[0] == stored[1]
 
 
-MATRIX = """g (float[2,256] x) => (float[2,256] y) <int64[2] s = {256, 256}>
-    { [made] w = ConstantOfShape<value = float[1] {0.5}>(s) [mm] a = MatMul(x, w) [act] y = Relu(a) }"""
-TWINS = """g (float[2,256] x) => (float[2,256] y) <int64[2] s = {256, 256}, int64[2] t = {256, 256}>
-    { v = ConstantOfShape(s) w = ConstantOfShape(t) a = MatMul(x, v) b = MatMul(x, w) c = Neg(a) y = Add(c, b) }"""
-
-
 def _with_weights(path: Path, *, normalised: bool) -> Model:
     """Writes a convolution with 150 kB of weights, followed by a BatchNormalization or a Relu."""
     rng = np.random.default_rng(0)
@@ -109,17 +103,6 @@ def test_a_weight_is_left_out_unless_it_is_folded(tmp_path: Path, *, normalised:
     assert op_names(sketch.path) == op_names(whole.path) == (["Conv"] if normalised else ["Conv", "Relu"])
     assert sketch.size_bytes < share * whole.size_bytes
     assert [64, 64, 3, 3] in [list(tensor.dims) for tensor in onnx.load(str(sketch.path)).graph.initializer]
-
-
-def test_a_weight_that_a_node_would_make_is_never_made(tmp_path: Path) -> None:
-    whole, sketch = _judge_both(make_model(MATRIX, tmp_path / "m.onnx"), tmp_path)
-    assert whole.size_bytes > 256 * 256 * 4 > 100 * sketch.size_bytes
-    assert sketch.inputs == whole.inputs
-
-
-def test_equal_made_weights_are_one(tmp_path: Path) -> None:
-    whole, sketch = _judge_both(make_model(TWINS, tmp_path / "m.onnx"), tmp_path)
-    assert op_names(sketch.path) == op_names(whole.path) == ["MatMul", "Neg", "Add"]
 
 
 def test_a_weight_beside_the_file_is_not_read(tmp_path: Path) -> None:

@@ -619,27 +619,23 @@ def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side, ends
 
     Q and DQ are skipped; `ends` are the ranks that its input and its output may have.
     """
+
+    def walk(step: Callable[[Node], Node | None], count: int) -> list[Node]:
+        found, at = list[Node](), step(node)
+        while at is not None and len(found) < count:
+            found += [at] if at.op_type not in {"QuantizeLinear", "DequantizeLinear"} else []
+            at = step(at)
+        return found
+
     edge = 0 if side == "inputs" else len(ops) - 1
-    for place, op in enumerate(ops):
-        if op != node.op_type or place == edge:
-            continue
-        before = _walk(graph, node, lambda graph, node: graph.producers.get(node.input[0]), place)
-        after = _walk(graph, node, lambda graph, node: only_reader(graph, node.output[0]), len(ops) - place - 1)
+    for place in (place for place, op in enumerate(ops) if op == node.op_type and place != edge):
+        before = walk(lambda each: graph.producers.get(each.input[0]), place)
+        after = walk(lambda each: only_reader(graph, each.output[0]), len(ops) - place - 1)
         chain = (*reversed(before), node, *after)
         outer = (graph.value(chain[0].input[0]).shape, graph.value(chain[-1].output[0]).shape)
         if tuple(each.op_type for each in chain) == ops and all(len(shape or ()) in ends for shape in outer):
             return True
     return False
-
-
-def _walk(graph: Graph, node: Node, step: Callable[[Graph, Node], Node | None], count: int) -> list[Node]:
-    """Returns the next `count` nodes in a direction, without Q and DQ."""
-    found: list[Node] = []
-    at = step(graph, node)
-    while at is not None and len(found) < count:
-        found += [at] if at.op_type not in {"QuantizeLinear", "DequantizeLinear"} else []
-        at = step(graph, at)
-    return found
 
 
 def only_reader(graph: Graph, name: str) -> Node | None:

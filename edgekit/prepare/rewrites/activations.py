@@ -371,15 +371,13 @@ def split_gelu(writer: Writer) -> None:
 
     The last bits may differ (1e-6 relative).
     """
-    need(_gelu_form(writer.node) == "none")
-    _write_gelu(writer, "none")
+    _write_gelu(writer, "none", "none")
 
 
 @node_rewrite("tanh-for-erf", {"Gelu"}, since=9, floats=True)
 def write_tanh_for_erf(writer: Writer) -> None:
     """Rewrites an exact Gelu(x) to the approximation with Tanh, for NNAPI, which has no Erf. 4.8e-4 apart, as above."""
-    need(_gelu_form(writer.node) == "none")
-    _write_gelu(writer, "tanh")
+    _write_gelu(writer, "none", "tanh")
 
 
 @node_rewrite("split-tanh-gelu", {"Gelu", "FastGelu"}, floats=True)
@@ -388,16 +386,13 @@ def split_tanh_gelu(writer: Writer) -> None:
 
     It is x / 2 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))). The last bits may differ (1e-5 relative).
     """
-    need(_gelu_form(writer.node) == "tanh")
-    _write_gelu(writer, "tanh")
+    _write_gelu(writer, "tanh", "tanh")
 
 
-def _gelu_form(node: Node) -> str:
-    return "tanh" if node.op_type == "FastGelu" else str(node.attributes.get("approximate", "none"))
-
-
-def _write_gelu(writer: Writer, form: str) -> None:
-    """Writes x / 2 * (1 + Erf(x / sqrt 2)), or the approximation with Tanh."""
+def _write_gelu(writer: Writer, given: str, form: str) -> None:
+    """Writes a GELU of one form as x / 2 * (1 + Erf(x / sqrt 2)) ("none"), or as the approximation with Tanh."""
+    node = writer.node
+    need(given == ("tanh" if node.op_type == "FastGelu" else str(node.attributes.get("approximate", "none"))))
     add, data, moved = writer.add, _add_bias(writer), ""
     one, half = writer.constants({"one": 1, "half": 0.5})
     bend, factor = "Erf", math.sqrt(0.5)
@@ -465,15 +460,14 @@ def _find_tanh(graph: Graph, tanh: Node) -> str:
 def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
     """Returns True if a value is 0.044715 * data^power, written with Pow or with products."""
     number, values = match.factors(graph, name, data)
-    return is_near(number, _CUBIC) and sum(_find_exponent(graph, value, data) for value in values) == power
-
-
-def _find_exponent(graph: Graph, name: str, data: str) -> float:
-    """Returns n where a value is data^n, NaN for another value."""
-    raised = made_by(graph, name, "Pow")
-    if raised is not None and raised.input[0] == data:
-        return graph.number(raised.input[1]) or math.nan
-    return 1 if name == data else 2 if match.square_of(graph, name) == data else math.nan
+    exponents: list[float] = []
+    for value in values:
+        raised = made_by(graph, value, "Pow")
+        if raised is not None and raised.input[0] == data:
+            exponents.append(graph.number(raised.input[1]) or math.nan)
+        else:
+            exponents.append(1 if value == data else 2 if match.square_of(graph, value) == data else math.nan)
+    return is_near(number, _CUBIC) and sum(exponents) == power
 
 
 @node_rewrite("join-softmax", {"Div"})

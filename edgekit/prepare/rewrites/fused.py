@@ -36,7 +36,17 @@ def split_fused(writer: Writer) -> None:
     """
     node = writer.node
     if node.op_type == "FusedMatMul":
-        _split_matmul(writer)
+        sides, alpha = list(node.input), node.number("alpha", 1.0)
+        need(len(sides) == len("AB") and not any(node.integer(f"transBatch{side}", 0) for side in "AB"))
+        for place, (side, name) in enumerate(zip("AB", node.input, strict=True)):
+            rank = len(known(writer.graph.value(name).shape))
+            # As the operator is defined, a vector is not transposed.
+            if node.integer(f"trans{side}", 0) and rank > 1:
+                turned = [*range(rank - 2), rank - 1, rank - 2]
+                sides[place] = writer.add("Transpose", [name], f"turned_{side}", perm=turned)
+        made = writer.add("MatMul", sides, "product" if alpha != 1 else "")
+        if alpha != 1:
+            writer.add("Mul", [made, writer.constant("alpha", alpha)])
         return
     kind, given = node.attributes.get("activation", ""), node.attributes.get("activation_params", ())
     need(not kind or (kind in _ACTIVATIONS and all(isinstance(number, float) for number in given)))
@@ -58,21 +68,6 @@ def split_fused(writer: Writer) -> None:
 
 
 _CLIP_INPUTS_SINCE = 11
-
-
-def _split_matmul(writer: Writer) -> None:
-    node, sides = writer.node, list(writer.node.input)
-    need(len(sides) == len("AB") and not any(node.integer(f"transBatch{side}", 0) for side in "AB"))
-    for place, (side, name) in enumerate(zip("AB", node.input, strict=True)):
-        rank = len(known(writer.graph.value(name).shape))
-        # As the operator is defined, a vector is not transposed.
-        if node.integer(f"trans{side}", 0) and rank > 1:
-            turned = [*range(rank - 2), rank - 1, rank - 2]
-            sides[place] = writer.add("Transpose", [name], f"turned_{side}", perm=turned)
-    alpha = node.number("alpha", 1.0)
-    product = writer.add("MatMul", sides, "product" if alpha != 1 else "")
-    if alpha != 1:
-        writer.add("Mul", [product, writer.constant("alpha", alpha)])
 
 
 # The operator; for each of its inputs the position of the integers, which scale and zero point follow, or of a tensor
@@ -230,7 +225,17 @@ def _complete_unit(writer: Writer) -> None:
     if node.op_type != "Relu":
         last = known(_read_on(graph, after)) if after.op_type == "Relu" else after
         need(last.op_type == "QuantizeLinear" and source.op_type == "DequantizeLinear")
-        _round_bias(writer, source)
+        # A constant bias becomes integers with the scale of the products, as ONNX Runtime writes it in a session.
+        weight = known(made_by(graph, node.input[1], "DequantizeLinear"))
+        bias, one, other = (known(graph.inline(name)) for name in (node.given(2), source.input[1], weight.input[1]))
+        need(bias.dtype == one.dtype == other.dtype == np.float32 and one.size == 1 and bias.ndim == 1)
+        scale = one * other
+        need(scale.size in {1, bias.size} and (scale > 0).all())
+        steps = np.round(bias / scale)
+        need(np.abs(steps).max(initial=0) < np.iinfo(np.int32).max)
+        names = [writer.constant("bias-values", steps, "int32"), writer.constant("bias-scale", scale, "float32")]
+        rounded = writer.add("DequantizeLinear", names, "bias", axis=0)
+        writer.copy(node).input[2] = rounded
         return
     need(after.op_type == "QuantizeLinear" and graph.number(after.input[1]) is not None)
     need(any(made_by(graph, name, "DequantizeLinear") for name in source.input))
@@ -238,21 +243,6 @@ def _complete_unit(writer: Writer) -> None:
     # What a Relu gives, rounded, is a Relu of what is rounded.
     values = writer.add("QuantizeLinear", [node.input[0], *after.input[1:]], "quantized", **after.attributes)
     writer.add("Relu", [writer.add("DequantizeLinear", [values, *after.input[1:]], "dequantized")])
-
-
-def _round_bias(writer: Writer, source: Node) -> None:
-    """Writes a constant bias as integers with the scale of the products, as ONNX Runtime does in a session."""
-    graph, node = writer.graph, writer.node
-    weight = known(made_by(graph, node.input[1], "DequantizeLinear"))
-    bias, one, other = (known(graph.inline(name)) for name in (node.given(2), source.input[1], weight.input[1]))
-    need(bias.dtype == one.dtype == other.dtype == np.float32 and one.size == 1 and bias.ndim == 1)
-    scale = one * other
-    need(scale.size in {1, bias.size} and (scale > 0).all())
-    steps = np.round(bias / scale)
-    need(np.abs(steps).max(initial=0) < np.iinfo(np.int32).max)
-    names = [writer.constant("bias-values", steps, "int32"), writer.constant("bias-scale", scale, "float32")]
-    rounded = writer.add("DequantizeLinear", names, "bias", axis=0)
-    writer.copy(node).input[2] = rounded
 
 
 def _read_on(graph: Graph, node: Node) -> Node | None:

@@ -1,6 +1,6 @@
 """Nodes without effect, empty optional inputs and attributes that state a default: they are removed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import zip_longest
 
 import numpy as np
@@ -37,17 +37,13 @@ def drop_idle_expand(writer: Writer) -> None:
     for place, name in enumerate(given):
         if (expand := made_by(graph, name, "Expand")) is not None:
             tried = [*given[:place], expand.input[0], *given[place + 1 :]]
-            shapes = [graph.value(each).static_shape for each in tried]
-            if None not in shapes and _broadcast(shapes) == after:
+            shapes = [shape[::-1] for each in tried if (shape := graph.value(each).static_shape) is not None]
+            # Along each axis the first size that is not 1.
+            sizes = [next((size for size in axis if size != 1), 1) for axis in zip_longest(*shapes, fillvalue=1)]
+            if len(shapes) == len(tried) and tuple(sizes[::-1]) == after:
                 given = tried
     need(given != list(writer.node.input))
     writer.add(writer.node.op_type, given, **writer.node.attributes)
-
-
-def _broadcast(shapes: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
-    """Returns the shape to which shapes are broadcast: along each axis the first size that is not 1."""
-    axes = zip_longest(*(shape[::-1] for shape in shapes if shape is not None), fillvalue=1)
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in axes)[::-1]
 
 
 @node_rewrite("idle-add", {"Add"})
@@ -111,28 +107,23 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
 def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Relu that only Q nodes with the lowest zero point read, in place, and returns the nodes' names."""
     view = view_part(graph, opset)
+
+    def cuts_at_zero(node: Node) -> bool:
+        if node.op_type != "QuantizeLinear" or not node.has_input(2):
+            # Without a zero point the type is uint8 and the zero point 0, unless opset 21's attribute says otherwise.
+            return node.op_type == "QuantizeLinear" and "output_dtype" not in node.attributes
+        zero = view.array(node.input[2])
+        return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))
+
     dropped: dict[str, str] = {}
     for node in view.nodes:
         quantizers = view.readers(node.output[0]) if node.op_type == "Relu" and not node.domain else ()
-        hidden = node.output[0] in view.outputs
-        if not quantizers or hidden or not all(_cuts_at_zero(view, quantizer) for quantizer in quantizers):
-            continue
-        for quantizer in quantizers:
-            quantizer.proto.input[0] = node.input[0]
-        dropped[node.output[0]] = node.proto.name
+        if quantizers and node.output[0] not in view.outputs and all(map(cuts_at_zero, quantizers)):
+            for quantizer in quantizers:
+                quantizer.proto.input[0] = node.input[0]
+            dropped[node.output[0]] = node.proto.name
     refill(graph.node, [node for node in graph.node if not node.output or node.output[0] not in dropped])
     return tuple(dropped.values())
-
-
-def _cuts_at_zero(graph: Graph, node: Node) -> bool:
-    """Returns True for a QuantizeLinear that clips negative numbers to 0, as Relu does."""
-    if node.op_type != "QuantizeLinear":
-        return False
-    if not node.has_input(2):
-        # Without a zero point the type is uint8 and the zero point 0, unless opset 21's attribute says otherwise.
-        return "output_dtype" not in node.attributes
-    zero = graph.array(node.input[2])
-    return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))
 
 
 @node_rewrite("default-activations", _FUNCTIONS)
@@ -164,7 +155,21 @@ def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
         node.op_type = "Identity"
         del node.attribute[:]
     view = view_part(graph, opset)
-    dropped = [node for node in view.nodes if _only_copies(view, node)]
+    hidden = view.outputs | view.captured
+    read = hidden | view.consumers.keys()
+
+    def only_copies(node: Node) -> bool:
+        perm = node.entries("perm")
+        moves = perm is None or perm != (*range(len(perm)),)
+        if node.domain or node.op_type not in {"Identity", "Dropout", *(() if moves else ("Transpose",))}:
+            return False
+        made, *others = node.output
+        if not node.input[0] or not made or made in hidden or any(each in read for each in others if each):
+            return False
+        trains = view.array(node.input[2]) if node.has_input(2) else np.False_
+        return trains is not None and not trains
+
+    dropped = [node for node in view.nodes if only_copies(node)]
     source = {node.output[0]: node.input[0] for node in dropped}
     kept = [node for node in graph.node if not node.output or node.output[0] not in source]
     for node in kept:
@@ -175,19 +180,6 @@ def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     if dropped:
         refill(graph.node, kept)
     return tuple(sorted({node.name for node in single} | {node.proto.name for node in dropped}))
-
-
-def _only_copies(graph: Graph, node: Node) -> bool:
-    perm = node.entries("perm")
-    moves_nothing = perm is not None and list(perm) == list(range(len(perm)))
-    copies = {"Identity", "Dropout", *(("Transpose",) if moves_nothing else ())}
-    if node.domain or node.op_type not in copies or not node.input[0] or not node.output[0]:
-        return False
-    hidden = graph.outputs | graph.captured
-    if node.output[0] in hidden or any(name in graph.consumers or name in hidden for name in node.output[1:] if name):
-        return False
-    trains = graph.array(node.input[2]) if node.has_input(2) else np.False_
-    return trains is not None and not trains
 
 
 @rewrite("trailing-inputs")

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph.constants import ORT_DOMAIN
-from edgekit.graph.graph import Graph, Node, Shape
+from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import MisfitError, attempt, factors, known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.prepare.rewrites.idle import find_guarded
@@ -50,7 +50,9 @@ def join_attention(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     need(node.entries("perm") == _SWAP_HEADS)
     found = _match_attention(graph, node)
-    query_dims, turned_dims, value_dims = (_dims(graph, name) for name in (found.query, found.turned, found.value))
+    query_dims, turned_dims, value_dims = (
+        graph.value(name).shape or () for name in (found.query, found.turned, found.value)
+    )
     need(len(query_dims) == len(turned_dims) == len(value_dims) == 4)
     # The number of query rows (`tokens`) and of key rows (`rows`) may be unknown.
     (batch, *_, size), tokens, rows = query_dims, query_dims[2], turned_dims[3]
@@ -61,7 +63,7 @@ def join_attention(writer: Writer) -> None:
     need(graph.value(found.query).dtype == "float32")
     mask = found.mask
     if mask:
-        dims, tokens = _dims(graph, mask), known(tokens)
+        dims, tokens = known(graph.value(mask).shape), known(tokens)
         missing = 4 - len(dims) if len(dims) > 1 else 0
         # Leading axes of size 1 are added up to four axes.
         whole = (1,) * missing + dims
@@ -115,11 +117,6 @@ def _match_attention(graph: Graph, node: Node) -> _Attention:
     raise MisfitError
 
 
-def _dims(graph: Graph, name: str) -> Shape:
-    """Returns the shape of a value, constant or not, or () if its rank is unknown."""
-    return graph.value(name).shape or ()
-
-
 def _find_rows(writer: Writer, name: str, perm: tuple[int, ...], part: str) -> str:
     """Returns the value [batch, rows, heads * size] from which heads were split by Reshape and Transpose.
 
@@ -131,7 +128,7 @@ def _find_rows(writer: Writer, name: str, perm: tuple[int, ...], part: str) -> s
         return ""
     apart = turned.input[0]
     cut = made_by(graph, apart, "Reshape")
-    shape, rows = _dims(graph, apart), _dims(graph, cut.input[0] if cut is not None else "")
+    shape, rows = graph.dims(apart), () if cut is None else graph.value(cut.input[0]).shape or ()
     width = math.prod(size or 0 for size in shape[2:])
     if cut is not None and len(rows) == 3 and (rows[0], rows[2]) == (shape[0], width) and rows[0] is not None:
         # Batch and width are equal, so the number of rows in between is equal too.
@@ -178,18 +175,17 @@ def join_rotary(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     names of the Add nodes. The last bits may differ (1e-6 relative).
     """
     tables: dict[str, str] = {}
-    ops = {"Add"} if opset >= OPSET_SINCE else set[str]()
-    return replace_nodes(graph, opset, ops, lambda writer: _join_rotary(writer, tables))
 
+    def join(writer: Writer) -> None:
+        view, (x, *angles) = writer.graph, _match_rotary(writer.graph, writer.node)
+        shape = known(view.value(x).static_shape)
+        need(len(shape) == 4 and view.value(x).dtype == "float32")
+        need(all(_has_equal_halves(view, name, shape) for name in angles))
+        cos, sin = (_write_table(writer, name, shape, tables) for name in angles)
+        # Position ids of one element give the position of the first row.
+        writer.add("RotaryEmbedding", [x, writer.ints("first_row", [0]), cos, sin], domain=ORT_DOMAIN, interleaved=0)
 
-def _join_rotary(writer: Writer, tables: dict[str, str]) -> None:
-    graph, (x, *angles) = writer.graph, _match_rotary(writer.graph, writer.node)
-    shape = known(graph.value(x).static_shape)
-    need(len(shape) == 4 and graph.value(x).dtype == "float32")
-    need(all(_has_equal_halves(graph, name, shape) for name in angles))
-    cos, sin = (_write_table(writer, name, shape, tables) for name in angles)
-    # Position ids of one element give the position of the first row.
-    writer.add("RotaryEmbedding", [x, writer.ints("first_row", [0]), cos, sin], domain=ORT_DOMAIN, interleaved=0)
+    return replace_nodes(graph, opset, {"Add"} if opset >= OPSET_SINCE else (), join)
 
 
 def _match_rotary(graph: Graph, node: Node) -> tuple[str, str, str]:

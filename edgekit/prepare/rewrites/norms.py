@@ -55,7 +55,13 @@ def _find_norm(graph: Graph, name: str) -> _Norm:
         need(sorted(over) == sorted((mean, *vectors)) and under == (divisor,))
     else:
         need(_find_mean(graph, moved) == (data, axis) if has_mean else moved == data)
-    need(all(_lies_along(graph, each, data, axis) for each in (*vectors, shift) if each))
+    value = graph.value(data)
+    along = [size if at == axis else 1 for at, size in enumerate(value.shape or ())]
+    for each in filter(None, (*vectors, shift)):
+        own = graph.value(each)
+        # A constant of this type, with size 1 at all other axes.
+        need(each in graph.constants and own.dtype == value.dtype)
+        need([1] * (len(along) - len(own.shape or ())) + list(own.shape or ()) == along)
     return _Norm(data, axis, epsilon, has_mean, vectors[0] if vectors else "", shift)
 
 
@@ -96,14 +102,6 @@ def _find_mean(graph: Graph, name: str) -> tuple[str, int]:
     mean = mean_of(graph, node.input[1])
     need(mean[0] == node.input[0] and keeps_axis(graph, node.input[1], *mean))
     return mean
-
-
-def _lies_along(graph: Graph, name: str, data: str, axis: int) -> bool:
-    """Returns True if a constant has the type of `data`, and its shape along `axis` with size 1 at all other axes."""
-    value, shape = graph.value(name), graph.value(data).shape or ()
-    dims = [1] * (len(shape) - len(value.shape or ())) + list(value.shape or ())
-    wanted = [size if at == axis else 1 for at, size in enumerate(shape)]
-    return name in graph.constants and dims == wanted and value.dtype == graph.value(data).dtype
 
 
 @node_rewrite("join-layer-norm", {"Add", "Div", "Mul"}, since=LAYER_NORM_SINCE)
