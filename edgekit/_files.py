@@ -168,16 +168,6 @@ def copy_into(source: Path | bytes, target: IO[bytes]) -> None:
         shutil.copyfileobj(file, target, _CHUNK_BYTES)
 
 
-def copy_file(source: Path, path: Path) -> None:
-    """Copies a file.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
-    with _made(path.parent), writing(path), path.open("wb") as file:
-        copy_into(source, file)
-
-
 def replace_file(source: Path, path: Path) -> None:
     """Copies a file over whatever is at `path`, whole or not at all; does nothing if `source` is `path`.
 
@@ -196,7 +186,7 @@ def copy_once(source: Path, path: Path) -> None:
         OutputError: the folder cannot be written.
     """
     if not path.exists():
-        copy_file(source, path)
+        replace_file(source, path)
 
 
 @contextlib.contextmanager

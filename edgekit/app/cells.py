@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from edgekit._files import copy_file, digest_file, replace_file, staged_entries, work_folder, write_file
+from edgekit._files import digest_file, replace_file, staged_entries, work_folder, write_file
 from edgekit.app.config import App, Cell, choose_for
 from edgekit.app.result import RESULT, CellResult, Digests, fail_cell, make_key, read_result, write_result
 from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
@@ -53,7 +53,7 @@ class FolderStore(msgspec.Struct, frozen=True):
     def get(self, name: str, path: Path) -> bool:
         """Copies an object into a file; returns False if there is none."""
         if self.has(name):
-            copy_file(self.folder / name, path)
+            replace_file(self.folder / name, path)
         return self.has(name)
 
     def put(self, name: str, path: Path) -> None:

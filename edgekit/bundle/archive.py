@@ -9,7 +9,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -270,14 +270,20 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
 def _write_zip(entries: Mapping[str, Path | bytes], out: Path) -> None:
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(entries):
-            source = entries[name]
-            entry = zipfile.ZipInfo(name, _EPOCH)
-            # Unix (3) on every system: by default zipfile writes another value on Windows.
-            entry.create_system = 3
-            entry.external_attr = (stat.S_IFREG | 0o644) << 16
-            entry.file_size = _files.measure_content(source)
-            with archive.open(entry, "w") as target:
-                _files.copy_into(source, target)
+            write_entry(archive, name, [entries[name]], stat.S_IFREG | 0o644)
+
+
+def write_entry(archive: zipfile.ZipFile, name: str, parts: Sequence[Path | bytes], mode: int) -> None:
+    """Writes one file, which consists of `parts`, into a zip; equal parts always give the same bytes."""
+    entry = zipfile.ZipInfo(name, _EPOCH)
+    # Unix (3) on every system: by default zipfile writes another value on Windows.
+    entry.create_system = 3
+    entry.external_attr = mode << 16
+    # With the size known, no version of Python writes a zip64 record, whose bytes differ between versions.
+    entry.file_size = sum(map(_files.measure_content, parts))
+    with archive.open(entry, "w") as target:
+        for part in parts:
+            _files.copy_into(part, target)
 
 
 def _write_tar(entries: Mapping[str, Path | bytes], out: Path) -> None:

@@ -115,7 +115,7 @@ def _run_candidates(session: CpuSession, golden: Golden) -> Iterator[_Candidate]
     inputs, outputs = (select_samples(samples, rows) for samples in (read_inputs(golden), read_outputs(golden)))
     for row, sample, reference in zip(rows, inputs, outputs, strict=True):
         output = session.run(sample)
-        real = {name: value for name, value in reference.items() if _is_real(value)}
+        real = {name: value for name, value in reference.items() if value.dtype.kind == "f"}
         comparable = {name: value for name, value in real.items() if output[name].shape == value.shape}
         errors = {name: _subtract(output[name], value) for name, value in comparable.items()}
         yield _Candidate(
@@ -167,7 +167,7 @@ def _measure_shift(path: Path, inputs: Samples, rows: Sequence[Tensors]) -> dict
         for sample, row in zip(inputs, rows, strict=True):
             output = session.run(sample)
             for name, value in row.items():
-                if _is_real(value) and output[name].shape == value.shape:
+                if value.dtype.kind == "f" and output[name].shape == value.shape:
                     shifts[name] = max(shifts.get(name, 0.0), _largest(_subtract(output[name], value)))
     return {name: value for name, value in shifts.items() if math.isfinite(value)}
 
@@ -215,10 +215,6 @@ def _set_tolerance(
             # Two digits, because further ones differ between machines.
             tolerance[name] = float(f"{tolerance_value:.1e}")
     return tolerance
-
-
-def _is_real(value: Array) -> bool:
-    return value.dtype.kind == "f"
 
 
 def _subtract(value: Array, other: Array) -> Array:

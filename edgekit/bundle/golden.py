@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekit._files import AnyPath, as_path, copy_into, measure_content, replacing_file, work_folder, write_file
+from edgekit._files import AnyPath, as_path, replacing_file, work_folder, write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.archive import write_entry
 from edgekit.data.data_check import digest_sample
 from edgekit.data.npz import MALFORMED, SHAPES, open_npy
 from edgekit.data.samples import Samples, load_samples
@@ -32,9 +33,6 @@ from edgekit.model.model import Model, iterate_nodes
 from edgekit.model.state import State, resolve_state, run_steps
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 from edgekit.serialize import ready_type
-
-# The first moment that a zip can hold (APPNOTE.TXT, 4.4.6).
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_rows(path: Path, samples: Iterable[Tensors], *, ragged: bool = False) -> tuple[tuple[TensorSpec, ...], int]:
@@ -119,14 +117,7 @@ class Rows:
                 fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
                 # Version 1.0 of the header, which every numpy reads.
                 np.lib.format.write_array_header_1_0(header, fields)
-                entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
-                entry.create_system = 3
-                entry.external_attr = 0o644 << 16
-                # With the size known, no version of Python writes a zip64 record, whose bytes differ between versions.
-                entry.file_size = header.tell() + measure_content(data)
-                with archive.open(entry, "w") as out:
-                    out.write(header.getvalue())
-                    copy_into(data, out)
+                write_entry(archive, f"{name}.npy", [header.getvalue(), data], 0o644)
 
 
 class _Column(msgspec.Struct, frozen=True, kw_only=True):

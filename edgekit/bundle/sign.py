@@ -238,6 +238,10 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
     return statement
 
 
+# Before the digest of a run, so that the signed bytes are never those of a bundle's statement.
+_RUN = b"edgekit recorded run\n"
+
+
 class DigestSignature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A signature of one digest, in base64, and the id of the key."""
 
@@ -253,7 +257,7 @@ def sign_digest(digest: str, key: Path) -> DigestSignature:
         MissingExtraError: `cryptography` is not installed.
     """
     signer, keyid = _load_key(key, "private")
-    return DigestSignature(keyid=keyid, signature=_spell(signer.sign(_name_run(digest))))
+    return DigestSignature(keyid=keyid, signature=_spell(signer.sign(_RUN + digest.encode())))
 
 
 def check_digest_signature(seal: DigestSignature | None, digest: str, what: str, key: Path) -> None:
@@ -269,13 +273,8 @@ def check_digest_signature(seal: DigestSignature | None, digest: str, what: str,
         words = f"'{what}' is not signed"
         raise BundleError(words, hint="ask for one that is: edgekit verify --export FILE --sign-run KEY")
     _require_key(seal.keyid, key_id, what)
-    if not _verifies(public, seal.signature, _name_run(digest)):
+    if not _verifies(public, seal.signature, _RUN + digest.encode()):
         raise BundleError(f"'{what}' was altered after it was signed", hint="do not use it: fetch it again")
-
-
-def _name_run(digest: str) -> bytes:
-    """Returns the bytes to sign; their prefix makes sure that they are never those of a bundle's statement."""
-    return b"edgekit recorded run\n" + digest.encode()
 
 
 def _require_key(keyid: str, wanted: str, what: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import copy_file, move_file
+from edgekit._files import move_file, replace_file
 from edgekit.bundle.golden import Golden, make_golden, read_inputs
 from edgekit.bundle.group.group import share_models
 from edgekit.bundle.manifest import Bucket, Buckets
@@ -248,7 +248,7 @@ def _share(
         """Puts a file into the folder unless it is there: a file in `work` is moved, any other is copied."""
         place = folder / file
         if not place.exists():
-            (move_file if path.is_relative_to(work) else copy_file)(path, place)
+            (move_file if path.is_relative_to(work) else replace_file)(path, place)
         return place
 
     # One folder, as in the bundle, because a model loads weights from its own folder. Each file has a name of its own.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from edgekit._files import copy_file
+from edgekit._files import replace_file
 from edgekit.check.check import check_model
 from edgekit.check.macs import count_macs
 from edgekit.check.report import CheckReport
@@ -525,6 +525,6 @@ def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out
     # A trial has an LSTM as one node, of which QNN needs the parts.
     if any(node.op_type == "LSTM" for node in skim_model(quantized.model.path).graph.node):
         return quantize_model(search.model, plan, search.calibration, out)
-    copy_file(quantized.model.path, out)
+    replace_file(quantized.model.path, out)
     model = msgspec.structs.replace(quantized.model, path=out, name=out.name.removesuffix(".onnx"))
     return msgspec.structs.replace(quantized, model=model)

@@ -107,7 +107,14 @@ def open_session(
                 options.add_session_config_entry(key, value)
         providers = _choose_providers(variant, options, on_cpu=on_cpu, plugin=plugin)
         if setting is not None:
-            _apply(setting, options)
+            options.graph_optimization_level = ort.GraphOptimizationLevel(setting["level"])
+            # 0 keeps the number that was set for the provider.
+            options.intra_op_num_threads = setting["threads"] or options.intra_op_num_threads
+            options.inter_op_num_threads = setting["inter_threads"]
+            if setting["parallel"]:
+                options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+            options.enable_cpu_mem_arena = setting["arena"]
+            options.enable_mem_pattern = setting["memory_pattern"]
         return ort.InferenceSession(
             str(folder / (model or variant["model"])), options, **providers, enable_fallback=False
         )
@@ -115,17 +122,6 @@ def open_session(
         raise
     except Exception as error:  # ONNX Runtime's exceptions share no base
         raise LoaderError(f"'{variant['name']}' cannot be opened here: {' '.join(str(error).split())}") from error
-
-
-def _apply(setting: Variant, options: Any) -> None:
-    options.graph_optimization_level = ort.GraphOptimizationLevel(setting["level"])
-    # 0 keeps the number that was set for the provider.
-    options.intra_op_num_threads = setting["threads"] or options.intra_op_num_threads
-    options.inter_op_num_threads = setting["inter_threads"]
-    if setting["parallel"]:
-        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-    options.enable_cpu_mem_arena = setting["arena"]
-    options.enable_mem_pattern = setting["memory_pattern"]
 
 
 def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: str) -> dict[str, Any]:
