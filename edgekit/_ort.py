@@ -257,7 +257,7 @@ def translated(subject: str) -> Generator[None]:
             raise RuntimeRefusal(hide_work(words[:600]), hint=hint) from error
         message = hide_work(f"ONNX Runtime refuses '{subject}': {first[:400]}")
         # The message has the path, and a file may be called after its opset.
-        found_hints = ((re.search(pattern, first.replace(subject, "")), hint) for pattern, hint in _HINTS)
+        found_hints = ((re.search(pattern, first.replace(subject, "")), hint) for pattern, hint in _HINTS.items())
         hint = next(hint.format(*match.groups()) for match, hint in found_hints if match is not None)
         raise RuntimeRefusal(message, hint=hint) from error
 
@@ -272,35 +272,26 @@ _NO_LOCALE = (
     " locales && locale-gen en_US.UTF-8, or lower the text before the model: TfidfVectorizer(lowercase=False)"
 )
 # What to do about an error of ONNX Runtime: the first whose pattern occurs in the message, with its groups in {}.
-_HINTS = (
-    ("[Oo]pset", "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"),
-    ("construct locale", _NO_LOCALE),
-    ("NOT_IMPLEMENTED", "the model uses an operator, or an element type of one, that this ONNX Runtime does not have"),
+_HINTS = {
+    "[Oo]pset": "lower the opset: edgekit prepare MODEL --opset 21 --out FILE",
+    "construct locale": _NO_LOCALE,
+    "NOT_IMPLEMENTED": "the model uses an operator, or an element type of one, that this ONNX Runtime does not have",
     # In ONNX's own domain: tf2onnx leaves what it cannot convert, such as TensorFlow's Erfc of an exact GELU.
-    (
-        r"No Op registered for (\w+) with domain_version of (\d+)",
-        "export the model with other operators of ONNX, or a newer opset: there is no {0} in {1}",
+    r"No Op registered for (\w+) with domain_version of (\d+)": (
+        "export the model with other operators of ONNX, or a newer opset: there is no {0} in {1}"
     ),
-    (
-        "is not a registered function/op",
-        "give the library that has the operator, if the command takes one: --custom-ops LIB.so",
+    "is not a registered function/op": (
+        "give the library that has the operator, if the command takes one: --custom-ops LIB.so"
     ),
     # flatbuffers_utils.cc, where a model is saved in ORT format.
-    (
-        "We do not support type",
-        "the ORT format holds tensors, sequences and maps: end the model at these, edgekit prepare --outputs NAMES",
+    "We do not support type": (
+        "the ORT format holds tensors, sequences and maps: end the model at these, edgekit prepare --outputs NAMES"
     ),
     # A voice detector has one branch for 8 kHz and one for 16, of which only one fits a fixed length.
-    (
-        r"Op \(If\)",
-        "a branch of an If does not fit; make the input that chooses it a constant: --freeze INPUT=NUMBER",
-    ),
+    r"Op \(If\)": "a branch of an If does not fit; make the input that chooses it a constant: --freeze INPUT=NUMBER",
     # The session opened, so it is the values: an index beyond a table, sizes that do not fit each other.
-    (
-        "while running",
-        "the inputs do not fit this node: give samples such as the app has, or look at the node's inputs",
-    ),
-    ("same node name", "give nodes names of their own: edgekit prepare MODEL --out FILE"),
-    ("serialization failed", "is the disk full? free some space, or set TMPDIR to a larger place"),
-    ("", "check that the model runs in ONNX Runtime: edgekit inspect MODEL"),
-)
+    "while running": "the inputs do not fit this node: give samples such as the app has, or look at the node's inputs",
+    "same node name": "give nodes names of their own: edgekit prepare MODEL --out FILE",
+    "serialization failed": "is the disk full? free some space, or set TMPDIR to a larger place",
+    "": "check that the model runs in ONNX Runtime: edgekit inspect MODEL",
+}

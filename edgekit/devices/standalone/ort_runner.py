@@ -30,13 +30,6 @@ except ImportError:  # Windows has none
 
 ort: Any = onnxruntime
 _CPU = "CPUExecutionProvider"
-_LEVELS = {
-    "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-    "layout": ort.GraphOptimizationLevel.ORT_ENABLE_LAYOUT,
-    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
 
 Json = dict[str, Any]
 Array = npt.NDArray[Any]
@@ -221,7 +214,8 @@ def _prepare_call(session: Any, inputs: dict[str, Array], job: Json) -> Callable
 
 def _open_session(folder: Path, job: Json) -> Any:
     options = ort.SessionOptions()
-    options.graph_optimization_level = _LEVELS[job["level"]]
+    level = "DISABLE_ALL" if job["level"] == "disabled" else f"ENABLE_{job['level'].upper()}"
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_{level}")
     options.intra_op_num_threads = job["threads"]
     options.inter_op_num_threads = job.get("inter_threads", 0)
     if job.get("parallel"):
