@@ -18,7 +18,7 @@ from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT, Rounding
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds, range_source
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.ranges import TensorRange
+from edgekit.quantize.ranges import TensorRange, snap_range
 from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Quantization, Target
 
@@ -257,23 +257,49 @@ def add_headroom(graph: Graph, seen: Mapping[str, TensorRange]) -> dict[str, Ten
 
     A value beyond the extremes of all samples is clipped. The bit that this headroom takes costs 6 dB of the 80 to 90
     of 16 bits, while weights of 8 bits leave 40 to 60 (docs/reference/measured.md, "What each mechanism gives"). The
-    second factor of a product of two activations has none: QNN's HTP rounds it to 8 bits (targets/qnn/NOTES.md). Nor
-    has a tensor that its operator bounds.
+    second factor of a product of two activations has none: QNN's HTP rounds it to 8 bits (targets/qnn/NOTES.md).
     """
-    folded = folded_activations(graph)
     factors = {range_source(graph, node.input[1]) for node in graph.nodes if node.op_type in _PRODUCTS}
+    roomy = widen_ranges(graph, seen, 2)
+    return {name: span if range_source(graph, name) in factors else roomy[name] for name, span in seen.items()}
 
-    def has_room(name: str) -> bool:
+
+def widen_ranges(graph: Graph, seen: Mapping[str, TensorRange], factor: float) -> dict[str, TensorRange]:
+    """Returns ranges `factor` times as wide, except those of tensors that their operators bound."""
+    folded = folded_activations(graph)
+
+    def is_bounded(name: str) -> bool:
         source = range_source(graph, name)
         maker = graph.producers.get(folded.get(source, source))
         # A Clip that is folded into the node before it is computed by the range alone.
-        is_bounded = maker is not None and (maker.op_type == "Clip" or None not in known_bounds(graph, maker))
-        return source not in factors and not is_bounded
+        return maker is not None and (maker.op_type == "Clip" or None not in known_bounds(graph, maker))
 
     return {
-        name: TensorRange(low=2 * span.low, high=2 * span.high) if has_room(name) else span
+        name: span if is_bounded(name) else snap_range(TensorRange(low=factor * span.low, high=factor * span.high))
         for name, span in seen.items()
     }
+
+
+def leave_out(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
+    """Returns a plan in which no sample helps to choose the ranges of tensors of which it has the extreme.
+
+    Each end of a range is reduced to what the other samples reach. Run over the samples of the calibration, the plan
+    loses what the original plan loses over new samples: a leave-one-out cross-validation with one model, in place of
+    one for each sample. For the other samples the steps are finer than in the original plan, and no value is clipped.
+    """
+    exact = calibration.ranges["minmax"]
+
+    def reduce(end: float, whole: float, share: float) -> float:
+        # A range method may clip more than the extreme sample does.
+        return end * min(1.0, share * max(1.0, whole / end)) if end and whole / end > 0 else end
+
+    def cut(name: str, span: TensorRange) -> TensorRange:
+        low, high = calibration.second_shares.get(name, (1.0, 1.0))
+        whole = exact.get(name, span)
+        return TensorRange(low=reduce(span.low, whole.low, low), high=reduce(span.high, whole.high, high))
+
+    ranges, wide = ({name: cut(name, span) for name, span in own.items()} for own in (plan.ranges, plan.wide))
+    return msgspec.structs.replace(plan, ranges=ranges, wide=wide)
 
 
 def read_constant_range(graph: Graph, name: str) -> TensorRange:

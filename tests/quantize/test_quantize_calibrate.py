@@ -115,6 +115,18 @@ def test_moving_average_is_the_mean_of_the_extremes_of_each_sample(net: Model, c
     check_ranges(net, calibration, ["c2", "r1"], "moving-average")
 
 
+def test_what_a_sample_adds_to_a_range_is_known_for_each_tensor(net: Model, tmp_path: Path) -> None:
+    rows = [{"x": row["x"] * scale} for row, scale in zip(random_samples(net, count=9), range(1, 10), strict=True)]
+    found = calibrate_model(net, make_samples(rows), work=tmp_path / "work").second_shares
+    lows, highs = (np.sort([pick(row["x"]) for row in rows]) for pick in (np.min, np.max))
+    assert found["x"] == pytest.approx((lows[1] / lows[0], highs[-2] / highs[-1]))
+    # A tensor that is never negative has no lower end to lose, and one that a Relu follows is taken after it.
+    low, high = found["r1"]
+    assert found["c1"] == (low, high)
+    assert low == 1.0
+    assert 0 < high < 1
+
+
 def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tmp_path: Path) -> None:
     arrays = list(random_samples(net, count=MEASURED_SAMPLES + 30))
     outlier = next(index for index in range(len(arrays)) if index not in spread_indices(len(arrays), MEASURED_SAMPLES))

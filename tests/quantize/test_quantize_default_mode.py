@@ -1,5 +1,6 @@
 """The default mode and a search for a goal take no more tensors out of 8 bits than the expected drop asks for."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,11 +13,20 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from quantize_models import conv_net, make_model, make_samples, make_search, plan_model, predicted, random_samples
+from quantize_models import (
+    conv_net,
+    find_searched,
+    make_model,
+    make_samples,
+    make_search,
+    plan_model,
+    predicted,
+    random_samples,
+)
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array, StatedOutput, Tensors
 from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
@@ -466,7 +476,10 @@ def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(nam
         search = begin_search((model, calibration), measure, tmp_path, target)
         plan, searched = run_all(search, narrow=True)
         written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
-        assert written == searched.chosen.prediction
+        told = searched.chosen.prediction
+        # The interval is that of these samples, or reaches as far as that of new ones.
+        assert msgspec.structs.replace(told, drop_interval=written.drop_interval) == written
+        assert present(told.drop_interval)[1] >= present(written.drop_interval)[1]
         stock = plan_minmax(search, plan)
         plain = measure(quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model)
         assert present(written.drop_estimate) <= present(plain.drop_estimate) + 0.001
@@ -474,3 +487,41 @@ def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(nam
             # Winners that are cut tie, and no line would be left.
             assert written.measure == MEASURES["sequence"].name
             assert present(written.top1_agreement) > 0.9
+
+
+def draw_rows(count: int, seed: int, distinct: int) -> list[Tensors]:
+    """Rows between -1 and 1, of which so many are distinct."""
+    few = np.random.default_rng(seed).uniform(-1, 1, (distinct, 1, 32)).astype(np.float32)
+    return [{"x": few[index % distinct]} for index in range(count)]
+
+
+@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
+@pytest.mark.parametrize("are_new", [True, False])
+def test_ranges_get_headroom_where_new_samples_would_reach_beyond_them(
+    target: str, are_new: bool, tmp_path: Path
+) -> None:
+    """The samples of a calibration are never clipped by minmax, so they tell too little of what new ones lose.
+
+    Samples of which each was seen twice have no extremes of their own.
+    """
+    rows = draw_rows(48, 5, 48 if are_new else 16)
+    text = "(float[1,32] x) => (float[1,8] y) { h = MatMul(x, w) r = Relu(h) y = MatMul(r, v) }"
+    model = make_model(text, tmp_path / "m.onnx", {"w": (32, 24), "v": (24, 8)})
+    found = find_searched(tmp_path, model, rows, load_target(target))
+    assert found.chosen.step.endswith("ranges with headroom") == are_new
+    plans = {trial.step: trial.plan for trial in found.trials}
+    before = plans[found.chosen.step.removesuffix(", ranges with headroom")]
+    factor = found.chosen.plan.ranges["x"].high / before.ranges["x"].high
+    assert math.log2(factor) == pytest.approx(round(2 * math.log2(factor)) / 2, abs=0.01)
+    assert (factor > 1) == are_new
+    # What new samples lose is within the told interval, and with headroom they lose less.
+    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "again")
+    reference = FloatReference(
+        model, make_samples(draw_rows(256, 6, 256) if are_new else rows), {"y": StatedOutput(kind="values")}
+    )
+    lost = [
+        reference.predict_drop(quantize_model(model, plan, calibration, tmp_path / "q.onnx").model).loss()
+        for plan in (found.chosen.plan, before)
+    ]
+    assert lost[0] <= present(found.chosen.prediction.drop_interval)[1]
+    assert lost[0] < lost[1] / 2 if are_new else lost[0] == lost[1]

@@ -67,6 +67,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
             come from every value of every sample, except masked scores before a Softmax; the others come from
             histograms.
+        second_shares: for each float activation, its lowest and highest value over all samples but the one with the
+            lowest (the highest), each as a share of what it is over all samples: what that sample would find if it were
+            new.
         statistics: the folder with the data that are too large for this struct (moments of layer inputs and held-out
             samples), "" if there is none. It may be removed once all plans are applied.
         outputs: what the user stated about the outputs.
@@ -79,6 +82,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     known: int
     notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
+    second_shares: dict[str, tuple[float, float]] = {}
     statistics: str
     outputs: dict[str, StatedOutput] = {}
 
@@ -178,6 +182,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         known=found.known,
         notes=(*found.cache.notes, *judges, *_list_one_sided(graph, found.statistics.exact_ranges())),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
+        second_shares=_find_second_shares(graph, found.augmented.aliases, found.statistics),
         statistics=str(work) if fitting else "",
         outputs=how.outputs,
     )
@@ -255,6 +260,17 @@ def _choose_ranges(
                 chosen[name] = chosen[source]
         ranges[method] = {name: snap_range(chosen[name]) for name in float_activations(graph) if name in chosen}
     return ranges
+
+
+def _find_second_shares(
+    graph: Graph, aliases: Mapping[str, str], statistics: ActivationStatistics
+) -> dict[str, tuple[float, float]]:
+    shares = statistics.second_shares()
+    masked = statistics.masked()
+    for name, source in reversed(list(aliases.items())):
+        if source in shares:
+            shares[name] = shares[source]
+    return {name: shares[name] for name in float_activations(graph) if name in shares and name not in masked}
 
 
 # Samples whose brightest pixel is below 1 / 1.25 of white are not photographs, or have another scale; and widening a

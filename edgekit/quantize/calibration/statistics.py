@@ -117,6 +117,11 @@ class ActivationStatistics:
             for name, span in self.exact_ranges().items()
         }
 
+    def second_shares(self) -> dict[str, tuple[float, float]]:
+        """Returns how far, as shares of a tensor's lowest and highest value, all samples but the one with it reach."""
+        lows, highs = self._lows.second_shares(), self._highs.second_shares()
+        return {name: (lows.get(name, 1.0), highs.get(name, 1.0)) for name in lows.keys() | highs.keys()}
+
     def histograms(self) -> dict[str, Histogram]:
         """Returns the histogram of each tensor that values were picked from."""
         self._flush()
@@ -157,7 +162,7 @@ class ActivationStatistics:
 
 
 class _Extremes:
-    """The lowest (or highest) value of each entry over samples, the second, and the sum of each tensor's extremes.
+    """The lowest (or highest) value of each entry over samples and the second, the same of each tensor, and their sum.
 
     An empty tensor has infinite extremes, which do not count.
     """
@@ -169,6 +174,7 @@ class _Extremes:
         self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
         self._second, self._drop = self._best.copy(), np.maximum if pick is np.minimum else np.minimum
         self._sums = np.zeros(len(parts))
+        self._most, self._next = self._best[self._starts[:-1]], self._best[self._starts[:-1]]
 
     @property
     def size(self) -> int:
@@ -178,6 +184,8 @@ class _Extremes:
     def add(self, values: Array | None) -> None:
         if values is not None:
             own = self._pick.reduceat(values, self._starts[:-1])
+            self._pick(self._next, self._drop(self._most, own), out=self._next)
+            self._pick(self._most, own, out=self._most)
             self._pick(self._second, self._drop(self._best, values), out=self._second)
             self._pick(self._best, values, out=self._best)
             self._runs += 1
@@ -185,7 +193,7 @@ class _Extremes:
             self._sums += _or_zero(own)
 
     def arrays(self) -> dict[str, Array]:
-        best = {"best": self._best, "second": self._second}
+        best = {"best": self._best, "second": self._second, "most": self._most, "next": self._next}
         return {"runs": self._runs, "counts": self._counts, "sums": self._sums, **best}
 
     def entries(self, *, second: bool = False) -> dict[TensorAxis, Array]:
@@ -194,6 +202,12 @@ class _Extremes:
 
     def sometimes_empty(self) -> set[str]:
         return {name for (name, _), count in zip(self._keys, self._counts, strict=True) if count < self._runs}
+
+    def second_shares(self) -> dict[str, float]:
+        """Returns, for each tensor, the second of the samples' extremes divided by the first: between 0 and 1."""
+        most, second = _or_zero(self._most), _or_zero(self._next)
+        shares = np.divide(second, most, out=np.ones_like(most), where=(most != 0) & np.isfinite(self._next))
+        return {name: float(share) for (name, _), share in zip(self._keys, np.clip(shares, 0, 1), strict=True)}
 
     def means(self) -> dict[str, float]:
         """Returns the mean extreme of each tensor, for those that were never empty."""

@@ -287,11 +287,14 @@ def equalize_calibration(
             changed[name] = snap_range(TensorRange(low=(its.low * scale).min(), high=(its.high * scale).max()))
         changed |= dict.fromkeys(pair.reshaped, changed[pair.tensor])
     renamed = {name for pair in find_equalization_pairs(graph) if pair.tensor in factors for name in pair.tensors}
+    names = {name: name + SUFFIX if name in renamed else name for name in calibration.ranges["minmax"]}
     ranges = {
-        method: {name + SUFFIX if name in renamed else name: changed.get(name, seen) for name, seen in own.items()}
+        method: {names[name]: changed.get(name, seen) for name, seen in own.items()}
         for method, own in calibration.ranges.items()
     }
-    return msgspec.structs.replace(calibration, ranges=ranges)
+    # The sample with the extreme of a tensor is taken for that of its scaled channels.
+    shares = {names[name]: share for name, share in calibration.second_shares.items()}
+    return msgspec.structs.replace(calibration, ranges=ranges, second_shares=shares)
 
 
 def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:

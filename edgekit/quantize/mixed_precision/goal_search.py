@@ -7,17 +7,18 @@ from functools import partial
 import msgspec
 
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
-from edgekit.quantize.accuracy.predict import MOST_CHANGED, name_unit
+from edgekit.quantize.accuracy.predict import MOST_CHANGED, Prediction, name_unit
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
 from edgekit.quantize.mixed_precision.placement import PLACEMENT, keep_taken
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.weights import keep_more
-from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.plan import QuantPlan, leave_out, widen_ranges
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
+HEADROOM = "ranges with headroom"
 # How many tensors leave 8 bits for the advice, and the advice if no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
@@ -38,6 +39,7 @@ def find_plan(
     most_changed = plan_search.FEW_CHANGED if search.widens else MOST_CHANGED
     wanted = plan_search.Goal(max_drop=goal, is_given=max_drop is not None, most_changed=most_changed)
     plan, searched = plan_search.search_plan(search, wanted)
+    unseen = None
     if searched is not None:
         choice = _Choice(search, searched, wanted)
         _widen_weights(choice)
@@ -48,11 +50,24 @@ def find_plan(
             choice.add_better("minmax", partial(plan_minmax, search, choice.chosen.plan))
         _try_wider(choice, adopts=max_drop is not None and search.may_widen)
         _keep_taken(choice)
+        unseen = _add_headroom(choice)
         plan, searched = choice.chosen.plan, choice.found
     else:
         plan = search.memo.budget.attempt(PLACEMENT, keep_taken, search, plan, searched) or plan
-    if not narrow:
-        return plan, searched
+    if narrow:
+        plan, searched = _narrow_constants(search, plan, searched, goal)
+    if searched is not None and unseen is not None and unseen.drop_interval is not None:
+        chosen = searched.chosen
+        low, high = chosen.prediction.drop_interval or unseen.drop_interval
+        told = msgspec.structs.replace(chosen.prediction, drop_interval=(low, max(high, unseen.drop_interval[1])))
+        searched = msgspec.structs.replace(searched, chosen=msgspec.structs.replace(chosen, prediction=told))
+    return plan, searched
+
+
+def _narrow_constants(
+    search: plan_search.Search, plan: QuantPlan, searched: plan_search.Searched | None, goal: float
+) -> tuple[QuantPlan, plan_search.Searched | None]:
+    """Returns a plan whose large float constants have 8 or 16 bits, if hardly more is lost; and its search."""
     reached = None if searched is None else searched.chosen.prediction.sqnr_db
     narrowed = search.memo.budget.attempt(
         "large constants in 8 or 16 bits", store_narrow, search.model, plan, search.calibration, reached
@@ -64,11 +79,45 @@ def find_plan(
         search, f"{wide.step}, narrow", narrowed, plan_search.Work(wide.taken_macs, wide.integer_macs)
     )
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
-    if misses or chosen.prediction.loss() > wide.prediction.loss() + (
-        _NEGLIGIBLE if wide.prediction.drop_estimate is not None else EQUAL_DB
-    ):
+    if misses or chosen.prediction.loss() > wide.prediction.loss() + _tolerance(wide.prediction):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
+
+
+def _tolerance(prediction: Prediction) -> float:
+    """Returns the difference of losses (`Prediction.loss`) that is too small to be worth another plan."""
+    return EQUAL_DB if prediction.drop_estimate is None else _NEGLIGIBLE
+
+
+def _add_headroom(choice: "_Choice") -> Prediction | None:
+    """Widens all ranges if new samples would reach beyond them; returns what these are expected to lose.
+
+    The samples of the calibration never reach beyond minmax ranges, so they lose less than new ones: `leave_out` tells
+    how much less. Ranges are widened by half a bit at a time, as long as that saves more than the coarser steps cost.
+    """
+    search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
+    graph = search.open_draft(chosen.plan).graph
+
+    def measure_unseen(plan: QuantPlan) -> Prediction:
+        left = leave_out(plan, search.open_draft(plan).calibration)
+        return search.measure(plan_search.quantize_step(search, f"{chosen.step}, left out", left).model)
+
+    first = unseen = attempt(HEADROOM, measure_unseen, chosen.plan) if choice.allows(HEADROOM) else None
+    least, plan, factor = chosen.prediction.loss() + _tolerance(chosen.prediction), chosen.plan, 1.0
+    while unseen is not None and unseen.loss() > least:
+        factor *= math.sqrt(2)
+        wider = msgspec.structs.replace(chosen.plan, ranges=widen_ranges(graph, chosen.plan.ranges, factor))
+        found = attempt(HEADROOM, measure_unseen, wider)
+        if found is None or found.loss() > unseen.loss() - _tolerance(found):
+            break
+        plan, unseen = wider, found
+    if plan == chosen.plan:
+        return unseen
+    trial = choice.add(f"{chosen.step}, ranges with headroom", lambda: plan)
+    if trial is None or (choice.found.met and not trial.prediction.meets(choice.goal.max_drop)):
+        return first
+    choice.adopt(trial)
+    return unseen
 
 
 class _Choice:
