@@ -135,11 +135,7 @@ def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: Chain
         for body in list_bodies(node):
             yield from _check_graph(body, opsets, scope)
     yield from (f"output '{value.name}' is made by nothing" for value in graph.output if value.name not in scope)
-    yield from _check_order(graph)
-
-
-def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields a flaw if nodes form a cycle; nodes may be in any order, since a quantizer appends its own."""
+    # Nodes may be in any order, since a quantizer appends its own, but form no cycle.
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     reads = enumerate(map(iterate_reads, graph.node))
     needs = {index: [makers[name] for name in names if name in makers] for index, names in reads}

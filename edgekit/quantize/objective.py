@@ -87,7 +87,13 @@ def measure_loss(compared: ComparedTensor, expected: Array) -> Callable[[Array],
             axis, start, stop = compared.part
             value = np.take(value, range(start, stop), axis)
         if compared.family and value.size:
-            return _list_decisions(value, compared)
+            # Logits [decisions, classes], or scores [decisions, 1], at positions spread over the tensor. The decisions
+            # lie side by side in memory: numpy is slow to reduce a last axis of two classes.
+            classes = value.shape[compared.axis] if compared.family == "classes" else 1
+            columns = (np.moveaxis(value, compared.axis, 0) if classes > 1 else value).reshape(classes, -1)
+            most = max(1, _MOST_VALUES // classes)
+            count = columns.shape[1]
+            return (columns if count <= most else columns[:, sample_positions(count, most)]).T
         return value - value.mean(axis=-1, keepdims=True, dtype=np.float64) if compared.centred else value
 
     one = pick(expected)
@@ -104,17 +110,6 @@ def measure_loss(compared: ComparedTensor, expected: Array) -> Callable[[Array],
         return np.array([signal, noise.sum()])
 
     return measure
-
-
-def _list_decisions(value: Array, compared: ComparedTensor) -> Array:
-    """Returns logits [decisions, classes], or scores [decisions, 1], at positions spread over the whole tensor.
-
-    The decisions lie side by side in memory: numpy is slow to reduce a last axis of two classes.
-    """
-    classes = value.shape[compared.axis] if compared.family == "classes" else 1
-    columns = (np.moveaxis(value, compared.axis, 0) if classes > 1 else value).reshape(classes, -1)
-    most = max(1, _MOST_VALUES // classes)
-    return (columns if columns.shape[1] <= most else columns[:, sample_positions(columns.shape[1], most)]).T
 
 
 def measure_classes(logits: Array) -> Callable[[Array], tuple[float, Array]]:

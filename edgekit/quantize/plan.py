@@ -23,12 +23,10 @@ from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Quantization, Target
 
 # Operators that ORT's general rules quantize only after a quantized node (QDQDirect8BitOp and others).
-_FOLLOWERS = frozenset(
-    {
-        "AveragePool", "Clip", "Flatten", "MaxPool", "Relu", "Reshape", "Resize", "Slice", "Split", "Squeeze", "TopK",
-        "Transpose", "Unsqueeze",
-    }
-)  # fmt: skip
+_FOLLOWERS = frozenset({
+    "AveragePool", "Clip", "Flatten", "MaxPool", "Relu", "Reshape", "Resize", "Slice", "Split", "Squeeze", "TopK",
+    "Transpose", "Unsqueeze",
+})  # fmt: skip
 
 _PRODUCTS = frozenset({"Gemm", "MatMul"})
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})

@@ -235,22 +235,22 @@ def record_extra(head: Detector, extra: ExtraColumns, expected: Tensors, found: 
 
 
 def _lose_masks(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:
-    """Returns 1 - IoU of the two masks of each row, within the box of the float model."""
-    masks = [_draw_masks(extra, rows, boxes, outputs) for outputs in (expected, found)]
-    both, either = (masks[0] & masks[1]).sum(axis=(1, 2)), (masks[0] | masks[1]).sum(axis=(1, 2))
-    return np.where(either > 0, 1 - both / np.maximum(either, 1), 0.0)
+    """Returns 1 - IoU of the two masks of each row, within the box of the float model.
 
-
-def _draw_masks(extra: ExtraColumns, rows: Array, boxes: Array, outputs: Tensors) -> Array:
-    """Returns the mask of each row, bool [rows, height, width]: a place belongs to it where the sum is positive."""
-    prototypes = outputs[extra.prototypes][0].astype(np.float64)
-    masks = np.tensordot(extra.read(outputs, rows), prototypes, axes=1) > 0
-    height, width = masks.shape[1:]
+    A place belongs to a mask where the sum is positive.
+    """
+    height, width = expected[extra.prototypes].shape[2:]
     cell = find_sides(boxes, extra.image) / (width, height)
     columns, lines = (np.arange(width) + 0.5) * cell[0], (np.arange(height) + 0.5) * cell[1]
     wide = (columns >= boxes[:, 0:1]) & (columns <= boxes[:, 2:3])
     high = (lines >= boxes[:, 1:2]) & (lines <= boxes[:, 3:4])
-    return np.asarray(masks & wide[:, None, :] & high[:, :, None])
+    one, two = (
+        np.tensordot(extra.read(each, rows), each[extra.prototypes][0].astype(np.float64), axes=1) > 0
+        for each in (expected, found)
+    )
+    inside = wide[:, None, :] & high[:, :, None]
+    both, either = ((each & inside).sum(axis=(1, 2)) for each in (one & two, one | two))
+    return np.where(either > 0, 1 - both / np.maximum(either, 1), 0.0)
 
 
 def _lose_points(extra: ExtraColumns, rows: Array, boxes: Array, expected: Tensors, found: Tensors) -> Array:

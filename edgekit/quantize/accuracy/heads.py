@@ -314,7 +314,10 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         """Returns corners of boxes, float64 [rows, 4], and the probability of each class, float64 [rows, classes]."""
         scores = self.read_scores(outputs)
         if self.peaks is not None:
-            scores = _keep_peaks(scores, self.peaks)
+            # 0 where one of the eight neighbours on the map has a higher score of the class.
+            maps = np.pad(scores.reshape(*self.peaks, -1), ((1, 1), (1, 1), (0, 0)))
+            windows = np.lib.stride_tricks.sliding_window_view(maps, (3, 3), axis=(0, 1))
+            scores = np.where(scores >= windows.max(axis=(-2, -1)).reshape(scores.shape), scores, 0.0)
         return decode_boxes(self.code, self.read_boxes(outputs), self.grid), scores
 
     def read_boxes(self, outputs: Tensors, rows: Array | None = None) -> Array:
@@ -350,13 +353,6 @@ def squash_scores(scores: Array, squash: str) -> Array:
     if squash == "softmax":
         return softmax(scores)
     return np.clip(scores, 0, 1)
-
-
-def _keep_peaks(scores: Array, sides: tuple[int, int]) -> Array:
-    """Returns scores of a map [rows, classes], 0 where one of the eight neighbours has a higher score of the class."""
-    maps = np.pad(scores.reshape(*sides, -1), ((1, 1), (1, 1), (0, 0)))
-    windows = np.lib.stride_tricks.sliding_window_view(maps, (3, 3), axis=(0, 1))
-    return np.where(scores >= windows.max(axis=(-2, -1)).reshape(scores.shape), scores, 0.0)
 
 
 def overlap_boxes(one: Array, two: Array) -> Array:

@@ -75,10 +75,6 @@ class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
         return (self.tensor, *(step.tensor for step in self.steps), *self.reshaped)
 
 
-_Origin = tuple[tuple[ScaledConstant, ...], tuple[Step, ...], float | None]
-"""The constants that make the channels of a pair, the steps from these to the pair's tensor, and the ceiling."""
-
-
 def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
     """Returns the pairs of a graph, in graph order, without compared tensors and without inputs of float layers."""
     floats = find_float_regions(graph)
@@ -114,25 +110,18 @@ def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> Equaliz
     if len(places) != 1 or reshaped is None:
         return None
     ((axis, channels),) = places
-    if (origin := _trace(graph, name, axis, channels)) is None:
-        return None
-    constants, steps, ceiling = origin
-    return EqualizationPair(
-        tensor=name, axis=axis, channels=channels, constants=constants, steps=steps, ceiling=ceiling,
-        consumers=consumers, reshaped=reshaped,
-    )  # fmt: skip
-
-
-def _trace(graph: Graph, name: str, axis: int, channels: int) -> _Origin | None:
-    """Returns the origin of a tensor, back to the constants that determine the size of its channels."""
+    # Back to the constants that determine the size of the channels.
     constants, steps, ceiling = tuple[ScaledConstant, ...](), tuple[Step, ...](), None
     node = graph.producers.get(name)
     while node is not None:
         if (made := _find_constants(graph, node, axis, channels)) is not None:
-            return constants + made, steps, ceiling
+            return EqualizationPair(
+                tensor=name, axis=axis, channels=channels, constants=constants + made, steps=steps, ceiling=ceiling,
+                consumers=consumers, reshaped=reshaped,
+            )  # fmt: skip
         if (passed := _pass_back(graph, node, axis, channels)) is None:
             return None
-        added, (step,), limit = passed
+        added, step, limit = passed
         if not _is_inner(graph, step.tensor) or len(graph.readers(step.tensor)) != 1:
             return None
         constants, steps, ceiling = constants + added, (*steps, step), ceiling if limit is None else limit
@@ -189,18 +178,20 @@ def _find_constants(graph: Graph, node: Node, axis: int, channels: int) -> tuple
     return tuple(found) or None
 
 
-def _pass_back(graph: Graph, node: Node, axis: int, channels: int) -> _Origin | None:
+def _pass_back(
+    graph: Graph, node: Node, axis: int, channels: int
+) -> tuple[tuple[ScaledConstant, ...], Step, float | None] | None:
     """Returns how scaled channels pass through a node: constants to scale, the step before it, and a ceiling."""
     step = Step(tensor=node.input[0], shift=np.zeros(channels), slope=np.ones(channels))
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
         bounds = _read_slope(graph, node, channels)
-        return bounds and ((), (msgspec.structs.replace(step, slope=bounds[0], negative_only=True),), bounds[1])
+        return bounds and ((), msgspec.structs.replace(step, slope=bounds[0], negative_only=True), bounds[1])
     constants = _find_constant_input(graph, node, axis, channels) if node.op_type == "Add" else None
     value = graph.constant(node.input[constants[0].index]) if constants else None
     if constants is None or value is None or value.size != channels:
         return None
     before = node.input[1 - constants[0].index]
-    return constants, (msgspec.structs.replace(step, tensor=before, shift=value.reshape(-1).astype(np.float64)),), None
+    return constants, msgspec.structs.replace(step, tensor=before, shift=value.reshape(-1).astype(np.float64)), None
 
 
 def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float | None] | None:

@@ -41,23 +41,19 @@ _MOST_NODES = 24
 _RANKING = frozenset({"ArgMax", "ArgMin", "Equal", "NonMaxSuppression", "NonZero", "TopK"})
 _SPECTRAL = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
 # Operators that may lie between the inputs of a graph and the power of their spectrum; networks use others too.
-_LINEAR = frozenset(
-    {
-        "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
-        "Identity", "MatMul", "Max", "Min", "Mul", "Neg", "Pad", "Pow", "ReduceMean", "ReduceSum", "Reshape", "Slice",
-        "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
-    }
-)  # fmt: skip
+_LINEAR = frozenset({
+    "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
+    "Identity", "MatMul", "Max", "Min", "Mul", "Neg", "Pad", "Pow", "ReduceMean", "ReduceSum", "Reshape", "Slice",
+    "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
+})  # fmt: skip
 
 # Operators that combine a constant with values, such as minus infinity that no maximum picks, and operators that pass
 # it on.
 _CONSTANT_BESIDE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
-_PASSING = _CONSTANT_BESIDE | frozenset(
-    {
-        "Add", "Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "ReduceMax", "Reshape",
-        "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Unsqueeze",
-    }
-)  # fmt: skip
+_PASSING = _CONSTANT_BESIDE | frozenset({
+    "Add", "Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "ReduceMax", "Reshape",
+    "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Unsqueeze",
+})  # fmt: skip
 
 
 def find_infinite_tensors(graph: Graph) -> frozenset[str]:

@@ -50,7 +50,12 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     finally:
         _LOGGER.disabled = False
     made = _list_halves(converted.graph) - halves
-    _widen_captured(converted.graph, made, kept)
+    # The converter casts only inputs: what bodies of kept nodes read from the graph is cast to float32 here.
+    for body in [body for node in converted.graph.node if node.name in kept for body in list_bodies(node)]:
+        names = {name: f"{name}_captured" for name in find_captured(body) if name in made}
+        rename_tensors(body, names, skip_inputs=True)
+        for name, wide in names.items():
+            converted.graph.node.append(helper.make_node("Cast", [name], [wide], name=wide, to=TensorProto.FLOAT))
     # onnxruntime/transformers/float16.py names a cast and its output only after the tensor: if two kept nodes read it,
     # two nodes have the same output name, and ONNX Runtime does not load the graph. One of them is kept.
     nodes: dict[tuple[str, ...], onnx.NodeProto] = {}
@@ -70,16 +75,6 @@ def _list_halves(graph: onnx.GraphProto) -> set[str]:
     typed = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
     typed |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     return {name for name, kind in typed.items() if kind == TensorProto.FLOAT16}
-
-
-def _widen_captured(graph: onnx.GraphProto, halves: set[str], kept: Sequence[str]) -> None:
-    """Casts to float32, in place, what bodies of kept nodes read from the graph: the converter casts only inputs."""
-    for node in [node for node in graph.node if node.name in kept]:
-        for body in list_bodies(node):
-            names = {name: f"{name}_captured" for name in find_captured(body) if name in halves}
-            rename_tensors(body, names, skip_inputs=True)
-            for name, wide in names.items():
-                graph.node.append(helper.make_node("Cast", [name], [wide], name=wide, to=TensorProto.FLOAT))
 
 
 def _join_kept(graph: onnx.GraphProto, own: Collection[str]) -> None:
