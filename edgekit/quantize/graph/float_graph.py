@@ -61,11 +61,12 @@ def _free_name(name: str, names: set[str]) -> str:
     return new
 
 
-_OPSET = 13  # the lowest opset that is quantized
+MINIMUM_OPSET = 13
+"""From opset 13 on Q and DQ nodes have an axis, which weights with a scale per channel need."""
 
 
-def split_gemms(graph: onnx.GraphProto, folder: Path) -> None:
-    """Splits each Gemm with a computed bias into MatMul and Add, in place.
+def _split_gemm(writer: Writer) -> None:
+    """Splits a Gemm with a computed bias into MatMul and Add.
 
     ONNX Runtime itself fuses the sum of two products in a recurrent cell into such a Gemm (MatMulAddFusion). Its
     integer Gemm takes only a constant int32 bias, so such a Gemm would stay float between Q and DQ nodes
@@ -73,11 +74,6 @@ def split_gemms(graph: onnx.GraphProto, folder: Path) -> None:
     into its values: ONNX Runtime's quantizer drops the attribute (`set_default_beta` in quantization/operators/gemm.py)
     and leaves the values as they are.
     """
-    if replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder):
-        models.drop_unread(graph)
-
-
-def _write_product(writer: Writer) -> None:
     graph, node = writer.graph, writer.node
     beta = float(node.attributes.get("beta", 1.0))
     if not node.has_input(2) or (node.input[2] in graph.constants and beta == 1):
@@ -236,9 +232,6 @@ def _masking_nodes(graph: Graph) -> Iterator[Node]:
         front = [name for node in new if node.op_type in _MASKING_OPS | _SHAPE_OPS | {"Concat"} for name in node.input]
 
 
-MINIMUM_OPSET = 13
-"""From opset 13 on Q and DQ nodes have an axis, which weights with a scale per channel need."""
-
 # The file name of a graph whose large weights lie in another file beside it.
 _STORED_NAME = "float.onnx"
 WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -259,7 +252,8 @@ def read_float_graph(model: models.Model) -> Graph:
     _check_float(model, proto)
     lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph, folder)
-    split_gemms(proto.graph, folder)
+    if replace_nodes(proto.graph, MINIMUM_OPSET, {"Gemm"}, _split_gemm, folder=folder):
+        models.drop_unread(proto.graph)
     _separate_biases(proto.graph)
     avoid_name_collisions(proto, model.path.name)
     clamp_masks(proto.graph, folder)

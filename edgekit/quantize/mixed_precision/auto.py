@@ -11,6 +11,7 @@ from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom, open_float_graph
 from edgekit.quantize.equalization import equalize
+from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision import candidates, relief
 from edgekit.quantize.mixed_precision.score import has_held_out
@@ -66,17 +67,16 @@ def plan_quantization(
     plan = draft_plan(model, graph, calibration, target, precision)
     if method != "auto":
         return candidates.choose_ranges(graph, plan, calibration, method, "nearest")
-    if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
-        return candidates.choose_ranges(
-            graph, plan, calibration, "minmax", "bias" if calibration.statistics else "nearest"
-        )
+    rounding: Rounding = "bias" if calibration.statistics else "nearest"
+    plain = candidates.choose_ranges(graph, plan, calibration, "minmax", rounding)
     memo = candidates.Memo() if memo is None else memo
+    if not (calibration.statistics and find_compared_tensors(graph) and has_held_out(Path(calibration.statistics))):
+        return plain
     if not memo.budget.allows("range methods and roundings"):
-        return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias")
+        return plain
     subject = candidates.Subject(model=model, calibration=calibration, target=target, precision=precision, memo=memo)
     # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
-    best = memo.budget.attempt("range methods and roundings", _plan_best, subject)
-    return candidates.choose_ranges(graph, plan, calibration, "minmax", "bias") if best is None else best
+    return memo.budget.attempt("range methods and roundings", _plan_best, subject) or plain
 
 
 def plan_minmax(subject: candidates.Subject, plan: QuantPlan) -> QuantPlan:
