@@ -82,7 +82,8 @@ def test_folders_of_npz_npy_and_data_sets_are_read(tmp_path: Path) -> None:
         np.save(tmp_path / "npy" / f"{index}.npy", row[None])
         folder = tmp_path / "pb" / f"test_data_set_{(0, 2, 10)[index]}"
         onnx.save_tensor(numpy_helper.from_array(row[None]), str(folder / "input_0.pb"))
-    for name in ("npz", "npy", "pb"):
+    np.save(tmp_path / "all.npy", ROWS)
+    for name in ("npz", "npy", "pb", "all.npy"):
         assert [sample["x"][0, 0] for sample in load_samples(str(tmp_path / name), [X])] == [0, 2, 4]
 
 

@@ -15,7 +15,7 @@ from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench import latency
 from edgekit.bench.subject import Opening, Subject, open_pair, open_subject
-from edgekit.data.samples import Samples
+from edgekit.data.samples import list_samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue, SkippedDevice, find_present
 from edgekit.devices.find import DeviceChoice, address_of, choose_devices, kind_of
 from edgekit.devices.observe import count_nodes
@@ -184,8 +184,7 @@ def run_slices(device: Device, job: Job, work: Path, *, slices: int, repeat: int
     Raises:
         DeviceError: the device is not there, failed, or gave a time that is none.
     """
-    sample = list(job.samples)[:1]
-    samples = Samples(source=job.samples.source, count=slices, read=lambda: iter(sample * slices))
+    samples = list_samples(list(job.samples)[:1] * slices, job.samples.source)
     run = device.run_job(msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds), work)
     impossible = latency.find_impossible_time((*run.latency_ms, *run.elapsed_ms))
     if failure := run.failure or (impossible and f"'{device.name}' cannot be timed: {impossible}"):

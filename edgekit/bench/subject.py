@@ -29,13 +29,18 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
     """Returns the first sample, or `batch` samples stacked along dynamic first axes; too few samples are repeated.
 
     Inputs without such an axis keep the value of the first sample.
+
+    Raises:
+        DataError: the sample has no row, so that there is nothing to time.
     """
     kept = list(itertools.islice(samples, batch or 1))
+    free = find_free(inputs) & kept[0].keys()
+    if free and not any(len(kept[0][name]) for name in free):
+        words = f"the batch has no row: {', '.join(sorted(free))} of '{samples.source}' begin with a dimension of 0"
+        raise DataError(words, hint="give sizes of at least 1")
     rows = list(itertools.islice(itertools.cycle(kept), batch or 1))
-    free: frozenset[str] = find_free(inputs) if batch else frozenset()
-    stacked = dict(kept[0])
-    stacked |= {name: np.concatenate([row[name] for row in rows]) for name in stacked if name in free}
-    return list_samples([stacked], samples.source)
+    stacked = {name: np.concatenate([row[name] for row in rows]) for name in free} if batch else {}
+    return list_samples([{**kept[0], **stacked}], samples.source)
 
 
 def find_free(inputs: Sequence[TensorSpec]) -> frozenset[str]:
@@ -177,11 +182,9 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
         # Devices return maps and sequences, such as ZipMap's, as the tensors that one run gives.
         outputs_of_run = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
         known = {spec.name: spec for spec in outputs}
-        dtypes = {
-            name: "string" if value.dtype == object else str(value.dtype) for name, value in outputs_of_run.items()
-        }
+        kinds = {name: "string" if it.dtype == object else str(it.dtype) for name, it in outputs_of_run.items()}
         outputs = tuple(
-            known.get(name) or TensorSpec(name=name, dtype=dtypes[name], shape=(None,) * value.ndim)
+            known.get(name) or TensorSpec(name=name, dtype=kinds[name], shape=(None,) * value.ndim)
             for name, value in outputs_of_run.items()
         )
 

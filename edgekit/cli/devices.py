@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import click
+import msgspec
 from rich.text import Text
 
 from edgekit.cli import options
@@ -14,7 +15,7 @@ from edgekit.devices.device import DeviceStatus
 from edgekit.devices.find import default_target, find_device, install_device, list_devices, serve_device
 from edgekit.devices.local.provider import OfferedProvider, list_offered
 from edgekit.devices.local.runner import ABIS, build_runner, copy_runner, host_abi
-from edgekit.devices.remote.examine import PhoneReport, examine_phone
+from edgekit.devices.remote.examine import examine_phone
 from edgekit.devices.remote.remote import AdbDevice, check_address
 from edgekit.devices.self_test import try_device
 from edgekit.errors import UsageError
@@ -163,8 +164,18 @@ def doctor_command(
         if kind != "adb":
             raise UsageError(f"'{device}' is no phone behind adb", hint="give adb:SERIAL; adb devices -l lists them")
         report = examine_phone(AdbDevice(serial=serial and check_address("adb", serial)))
-        is_faulty = any(finding.level == "fault" for finding in report.findings)
-        return Answer(report, lambda: _show_phone(report), not is_faulty)
+
+        def show_phone() -> None:
+            """Prints the facts of the phone, then each finding with its cause and its remedy."""
+            facts = msgspec.structs.asdict(report.facts)
+            known = (f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if name != "lists" and value)
+            show_line(f"{report.device}: {', '.join(known)}")
+            for finding in report.findings:
+                show_line(f"- {finding.level}: {finding.symptom}: {finding.cause}. What to do: {finding.fix}")
+            if not report.findings:
+                show_line("- nothing is known that would refuse a session there")
+
+        return Answer(report, show_phone, not any(finding.level == "fault" for finding in report.findings))
     versions, devices, offered = list_versions(), list_devices(), list_offered()
 
     def show() -> None:
@@ -172,18 +183,6 @@ def doctor_command(
         show_devices(devices, offered)
 
     return Answer({"versions": versions, "devices": devices, "providers": offered}, show)
-
-
-def _show_phone(report: PhoneReport) -> None:
-    """Prints the facts of a phone, then each finding with its cause and its remedy."""
-    facts = report.facts
-    names = (name for name in facts.__struct_fields__ if name != "lists")
-    shown_facts = ((name.replace("_", " "), getattr(facts, name)) for name in names)
-    show_line(f"{report.device}: " + ", ".join(f"{name} {value}" for name, value in shown_facts if value))
-    for finding in report.findings:
-        show_line(f"- {finding.level}: {finding.symptom}: {finding.cause}. What to do: {finding.fix}")
-    if not report.findings:
-        show_line("- nothing is known that would refuse a session there")
 
 
 def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProvider]) -> None:

@@ -17,7 +17,7 @@ from edgekit.cli.options import name_values, split_names
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines, show_remarks
 from edgekit.convert.context import ContextOptions
 from edgekit.convert.ort_form import Cpu, Equality, LevelModel, OrtOptions, Style
-from edgekit.data.images import Preprocess, load_preprocess
+from edgekit.data.images import load_preprocess
 from edgekit.devices.find import load_target_here
 from edgekit.errors import UsageError, look_up
 from edgekit.jobs.check import PrepareOptions, PrepareReport, prepare_for
@@ -94,20 +94,19 @@ def prepare_command(
     """
     options.require_suffix(out, ".onnx")
     source = load_model(model, custom_ops=custom_ops)
-    image_input, preprocess = _parse_embedded(embedded)
-    changes = InterfaceChanges(
-        preprocess=preprocess,
-        image_input=image_input,
-        layouts=layouts,
-        renames=renames,
-    )
+    image_input, preprocess = "", None
+    if embedded is not None:
+        name, equals, file = embedded.rpartition("=")
+        # A path may contain "=".
+        image_input, file = (name, file) if equals and not Path(embedded).exists() else ("", embedded)
+        preprocess = load_preprocess(Path(file))
     prepare_options = PrepareOptions(
         dims=dims,
         opset=opset,
-        inputs=options.split_names(inputs),
-        outputs=options.split_names(outputs),
+        inputs=split_names(inputs),
+        outputs=split_names(outputs),
         constants=freeze,
-        changes=changes,
+        changes=InterfaceChanges(preprocess=preprocess, image_input=image_input, layouts=layouts, renames=renames),
         dequantize=dequantize,
         fix=fix,
         external=external,
@@ -115,21 +114,6 @@ def prepare_command(
     )
     report = prepare_for(source, out, prepare_options, progress)
     return Answer(report, lambda: _show_prepared(report, out))
-
-
-def _parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
-    """Parses --embed-preprocess [INPUT=]FILE: returns the input, "" if none is named, and the preprocessing.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    if given is None:
-        return "", None
-    name, equals, file = given.rpartition("=")
-    # A path may contain "=".
-    if not equals or Path(given).exists():
-        return "", load_preprocess(Path(given))
-    return name, load_preprocess(Path(file))
 
 
 def _show_prepared(report: PrepareReport, out: Path) -> None:
@@ -310,6 +294,9 @@ def convert_command(
         ("--preprocess", "--data FOLDER"),
         ("--soc --htp-arch --embed-context", "--target qnn"),
     )
+    oldest = ORT_FORMATS[0].since
+    if runtime and (not re.fullmatch(r"\d+(\.\d+){1,2}", runtime) or read_version(runtime) < read_version(oldest)):
+        raise UsageError(f"--ort '{runtime}' is no ONNX Runtime that was tried", hint=f"give --ort {oldest}, or newer")
     if (mlpackage or cache) and target != "coreml":
         raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
     fixed_options = [option for option in ("--style", "--level", "--cpu") if option in given]
@@ -342,22 +329,10 @@ def convert_command(
         custom_ops=custom_ops,
         data=None if data is None else options.read_data(data, preprocess),
         checked=checked,
-        runtime=_read_release(runtime),
+        runtime=runtime,
     )
     report = convert_for(model, out, recipe, convert_options, progress)
     return Answer(report, lambda: _show_conversion(report))
-
-
-def _read_release(text: str) -> str:
-    """Returns the version of --ort, "" if it was not given.
-
-    Raises:
-        UsageError: it is no version, or older than the oldest one that edgekit was tested with.
-    """
-    oldest = ORT_FORMATS[0].since
-    if text and (not re.fullmatch(r"\d+(\.\d+){1,2}", text) or read_version(text) < read_version(oldest)):
-        raise UsageError(f"--ort '{text}' is no ONNX Runtime that was tried", hint=f"give --ort {oldest}, or newer")
-    return text
 
 
 def _refuse_fixed_options(target: Target, given: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:

@@ -37,7 +37,7 @@ from edgekit.recipe import Recipe, load_metric
 from edgekit.report import text
 from edgekit.report.ci import render_junit, render_markdown
 from edgekit.report.html import Picture, draw_worst, render_comparison, render_verify
-from edgekit.report.tables import format_bytes, format_or_dash, format_times, make_table
+from edgekit.report.tables import format_bytes, format_or_dash, format_sqnr, format_times, make_table
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, diff_runs, find_last_good, list_runs, read_run, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
@@ -322,10 +322,6 @@ def diff_command(before: Annotated[int, Argument()], now: Annotated[int, Argumen
     return Answer(found, lambda: show_lines(lines), not count)
 
 
-# From this SQNR on, outputs differ at most in the sign of zero.
-_EQUAL_DB = 200.0
-
-
 @as_command
 def compare_command(
     a: Annotated[Path, Argument()],
@@ -411,9 +407,8 @@ def _show_formats(report: FormatReport) -> None:
         if row.note:
             table.add_row(row.name, "-", row.note)
             continue
-        ratio = "-" if row.sqnr_db is None else "equal" if row.sqnr_db >= _EQUAL_DB else f"{row.sqnr_db:.1f} dB"
-        agreement = format_or_dash(row.agreement, "{:.1%}")
-        table.add_row(row.name, format_bytes(row.size_bytes), ratio, agreement, *format_times(row))
+        figures = (format_sqnr(row.sqnr_db), format_or_dash(row.agreement, "{:.1%}"))
+        table.add_row(row.name, format_bytes(row.size_bytes), *figures, *format_times(row))
     print_table(table)
     same = "others" if report.apart else "the same"
     show_line(f"- ranges from {report.calibrated} samples, judged by {report.judged} ({same}), kernels of {report.cpu}")

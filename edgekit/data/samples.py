@@ -46,7 +46,7 @@ def load_function(source: str, what: str) -> Callable[..., Any]:
 
 
 _MOST_KEPT_BYTES = 32 << 20
-_FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
+_FORMS_HINT = "DATA is a .npz or .npy, a folder of these or of images, ONNX test_data_set folders, or module:function"
 # So many samples are read to see whether all have the same sizes: a choice.
 _LOOKED_AT = 8
 _UNCOUNTED = -1
@@ -100,7 +100,7 @@ def load_samples(
         words = f"the model input '{other.name}' is a {other.dtype}, and samples hold tensors"
         raise DataError(words, hint="export the model with tensors as inputs")
     given = [spec for spec in inputs if not absent or spec.name not in absent]
-    raw, names = _open_source(source, inputs, given, preprocess), [spec.name for spec in inputs]
+    raw = _open_source(source, inputs, given, preprocess)
 
     def complete(sample: Tensors) -> Tensors:
         return {**(absent or {}), **{name: value for name, value in sample.items() if name not in idle}}
@@ -109,16 +109,9 @@ def load_samples(
         raw = map_samples(raw, complete)
 
     def read() -> Iterator[Tensors]:
-        fitting: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None
         for index, sample in enumerate(raw):
-            form = [(name, value.dtype, value.shape) for name, value in sample.items()]
-            # Samples of the same form as one that needed no change are not checked again.
-            if form == fitting:
-                yield {name: sample[name] for name in names}
-                continue
-            rows = [fit_sample(row, inputs, f"sample {index} of '{source}'") for row in _split_rows(sample, inputs)]
-            fitting = form if len(rows) == 1 and all(rows[0][name] is sample[name] for name in names) else None
-            yield from rows
+            for row in _split_rows(sample, inputs):
+                yield fit_sample(row, inputs, f"sample {index} of '{source}'")
 
     batches, count = _count_samples(raw, inputs)
     if count == 0:
@@ -316,6 +309,9 @@ def _open_source(
     path = Path(source)
     if path.suffix == ".npz" and path.is_file():
         return Samples(source=source, count=count_rows(path), read=lambda: read_rows(path))
+    if path.suffix == ".npy" and path.is_file():
+        name, rows = _only_input(given, path), np.atleast_1d(_read_npy(path, mapped=True))
+        return Samples(source=source, count=len(rows), read=lambda: ({name: row} for row in rows))
     if path.is_dir():
         if sets := sorted(path.glob("test_data_set_*"), key=_natural_key):
             return _from_files(path, sets, lambda folder: _read_data_set(folder, inputs))
@@ -392,9 +388,9 @@ def _read_npz_sample(file: Path) -> Tensors:
         return {name: archive[name] for name in archive.files}
 
 
-def _read_npy(file: Path) -> Array:
+def _read_npy(file: Path, *, mapped: bool = False) -> Array:
     with reraised(MALFORMED, DataError(f"cannot read '{file}'", hint="write it with numpy.save")):
-        return open_npy(file)
+        return open_npy(file, mapped=mapped)
 
 
 def _only_input(inputs: Sequence[TensorSpec], path: Path) -> str:

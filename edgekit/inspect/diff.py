@@ -185,9 +185,8 @@ def _compare_accuracy(old: VerifyReport | None, new: VerifyReport | None) -> Ite
     for report, found in zip((old, new), figures, strict=True):
         for run in () if report is None else report.runs:
             for output in run.outputs:
-                found[run.device, output.name, "sqnr_db"] = output.sqnr_db
-                found[run.device, output.name, "cosine"] = output.cosine
-                found[run.device, output.name, "top1_agreement"] = output.top1_agreement
+                measures: tuple[Measure, ...] = ("sqnr_db", "cosine", "top1_agreement")
+                found |= {(run.device, output.name, measure): getattr(output, measure) for measure in measures}
             if run.accuracy is not None:
                 found[run.device, run.accuracy.output, "accuracy"] = run.accuracy.got
     for (device, name, measure), before, after in _list_changes(*figures):

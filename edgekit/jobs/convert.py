@@ -13,12 +13,13 @@ import msgspec
 
 from edgekit._files import staged_entries, work_folder
 from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
-from edgekit.bench.latency import compare_rounds
+from edgekit.bench.bench import ROUNDS
+from edgekit.bench.latency import compare_rounds, measure_round
 from edgekit.convert import ort_form
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ORT_FILES, ConvertedFiles, Source, convert_forms, convert_model, find_needed_ort
 from edgekit.convert.ort_form import Cpu, Equality, LevelModel, OrtOptions, Style, TimedFile
-from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples
+from edgekit.data.samples import Samples, limit_samples, list_samples, load_samples, select_samples
 from edgekit.devices.find import choose_here
 from edgekit.devices.packages import CoreMlFiles, write_coreml
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, UsageError
@@ -224,8 +225,6 @@ def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOption
         ort_form.refuse_size(model, int(share * models.measure_files(model)), having)
 
 
-# Seven degrees of freedom: Student's quantile is then 2.36, against 12.7 for two rounds.
-_ROUNDS = 8
 # The length of a round; it has at least one run.
 _ROUND_S = 0.02
 MAX_TIMED_BYTES = 300_000_000
@@ -260,7 +259,7 @@ def optimize_levels(
 
 
 def time_in_turns(paths: Mapping[str, Path], settings: SessionSettings, sample: Tensors) -> dict[str, TimedFile]:
-    """Returns load and run times of each file, measured in rounds of alternating order.
+    """Returns load and run times of each file, measured in interleaved rounds.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not load or run a file.
@@ -272,20 +271,22 @@ def time_in_turns(paths: Mapping[str, Path], settings: SessionSettings, sample: 
         load_ms[name] = 1e3 * (time.perf_counter() - start)
         sessions[name].run(sample)
         counts[name] = max(1, int(_ROUND_S / max(1e-6, _time_runs(sessions[name], sample, 1))))
-    rounds: list[dict[str, float]] = []
-    for number in range(_ROUNDS):
-        order = list(sessions)[:: -1 if number % 2 else 1]
-        rounds.append({name: _time_runs(sessions[name], sample, counts[name]) for name in order})
-    first, *others = paths
-    ratios = {name: compare_rounds([(times[first], times[name]) for times in rounds]) for name in others}
+
+    def measure(name: str) -> float:
+        return _time_runs(sessions[name], sample, counts[name])
+
+    rounds = [measure_round(number, [*paths], measure) for number in range(ROUNDS)]
+    times = dict(zip(paths, zip(*rounds, strict=True), strict=True))
+    first, *others = times
+    ratios = {name: compare_rounds(list(zip(times[first], times[name], strict=True))) for name in others}
     return {
         name: TimedFile(
             load_ms=load_ms[name],
-            median_ms=1e3 * median(times[name] for times in rounds),
+            median_ms=1e3 * median(each),
             ratio=ratios[name].value if name in ratios else None,
             interval=ratios[name].interval if name in ratios else None,
         )
-        for name in paths
+        for name, each in times.items()
     }
 
 
@@ -400,8 +401,7 @@ def _measure(files: Mapping[str, Path], model: Model, samples: Samples) -> list[
     rows: list[FormatRow] = []
     reference: Samples | None = None
     for name, path in files.items():
-        outputs = list(map(CpuSession(path, settings).run, samples))
-        outputs_of_format = Samples(source=path.name, count=len(outputs), read=partial(iter, outputs))
+        outputs_of_format = list_samples([*map(CpuSession(path, settings).run, samples)], path.name)
         reference = reference or outputs_of_format
         reports = compare_outputs(reference, outputs_of_format)
         ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]

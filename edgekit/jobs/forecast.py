@@ -219,9 +219,11 @@ def forecast(
     known = [time for time in measured if isinstance(time, forecasts.KnownTime)]
     on_cpu = [time for time in measured if isinstance(time, CpuTime)]
     rows, distances = forecasts.forecast_work(counted, phones, chosen, known, placings, traffic)
-    rows += tuple(
-        forecasts.forecast_cpu(counted, _count_timed(time.model, dims or {}), time.machine, time.ms) for time in on_cpu
-    )
+    for timed in on_cpu:
+        other = load_model(timed.model)
+        # As `bench` times it, with 1 for a size that is not given.
+        sizes = {name: (dims or {}).get(name, 1) for name in find_unset(other.inputs, {})}
+        rows += (forecasts.forecast_cpu(counted, _count_work(other, sizes)[1], timed.machine, timed.ms),)
     rows += tuple(
         forecasts.DeviceForecast(
             device=name, chipset=maker, soc_model=None, htp=None, precision=bit, placing=_place(graph, target, {}),
@@ -308,12 +310,6 @@ def _count_work(source: Model, dims: Mapping[str, int]) -> tuple[Graph, Work]:
         hint = "give every size with --dim or --shape, or make shapes static with edgekit prepare"
         raise UsageError(f"the work of '{source.name}' cannot be counted: {unsized}", hint=hint)
     return view_model(proto), counted
-
-
-def _count_timed(path: Path, dims: Mapping[str, int]) -> Work:
-    """Returns the work of a model at the sizes of `dims`, and 1 for others, as `bench` times it."""
-    model = load_model(path)
-    return _count_work(model, {name: dims.get(name, 1) for name in find_unset(model.inputs, {})})[1]
 
 
 def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> forecasts.Placing:

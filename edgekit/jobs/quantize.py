@@ -22,7 +22,7 @@ from edgekit._files import (
 from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
-from edgekit.check.report import CheckReport, find_stopping
+from edgekit.check.report import find_stopping
 from edgekit.data.data_check import SampleFacts, accept_pixels, check_samples, find_missing, warn_if_few
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.sets import load_sequences, read_task_labels
@@ -42,8 +42,7 @@ from edgekit.prepare.fix import FixedModel
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import QuantPlan, plan_quantization
-from edgekit.quantize.accuracy.predict import FloatReference, Prediction
-from edgekit.quantize.apply import QuantizedModel
+from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.calibrate import CalibrationOptions, calibrate_for
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
@@ -121,7 +120,19 @@ def quantize_for(
         job = _open_job(model, data, recipe, options_given, work, progress, out)
         search = job.search
         plan, searched = _choose_plan(job, options_given.method)
-        quantized, predicted, check = _write_model(search, plan, searched, out)
+        with replacing_file(out) as temporary:
+            progress("quantize")
+            quantized = write_chosen(search, plan, searched, temporary)
+            # The memory of graphs is freed before the sessions that measure are made.
+            release_memory()
+            if searched is not None and plan == searched.chosen.plan:
+                predicted = searched.chosen.prediction
+            else:
+                progress("measure")
+                predicted = search.measure(quantized.model)
+            check = check_model(quantized.model, search.target)
+            # Weights beyond 2 GB are in a file beside the model, with the name that the model states.
+            move_data(temporary, out)
         data_warnings = (*warn_if_random(job.source), *warn_if_few(job.facts))
         warning = warn_of_fp16_loss(search.model, [node.name for node in plan.float_nodes], search.target, job.samples)
         layers: tuple[ActivationReport, ...] = ()
@@ -237,7 +248,11 @@ def _open_job(
     max_labelled = None if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, state=sequences.state, most=max_labelled, work=work)
     start = time.monotonic()
-    methods, fitting = _choose_statistics(how, plan)
+    is_open = how.method in _CHOOSING_METHODS
+    methods, fitting = AUTO_METHODS if is_open else (how.method,), how.layers or is_open
+    if plan is not None:
+        # A plan has its ranges: more statistics are needed only to fit weights.
+        methods, fitting = EXACT, how.layers or plan.rounding != "nearest" or bool(plan.factors)
     options = CalibrationOptions(
         work=work / "calibration",
         methods=methods,
@@ -286,15 +301,6 @@ def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> 
     return choose_precision(target, plan.precision)
 
 
-def _choose_statistics(how: QuantizeOptions, plan: QuantPlan | None) -> tuple[tuple[str, ...], bool]:
-    """Returns the range methods to calibrate for, and whether to collect the statistics for fitting weights too."""
-    if plan is not None:
-        # A plan has its ranges: more statistics are needed only to fit weights.
-        return EXACT, how.layers or plan.rounding != "nearest" or bool(plan.factors)
-    is_open = how.method in _CHOOSING_METHODS
-    return AUTO_METHODS if is_open else (how.method,), how.layers or is_open
-
-
 def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan (given, searched for, or that of a range method), and the search, None if there was none."""
     search, narrow = job.search, job.recipe.float_constants == "auto"
@@ -310,23 +316,3 @@ def _choose_plan(job: _Job, method: str) -> tuple[QuantPlan, Searched | None]:
     attempt = search.memo.budget.attempt
     smaller = attempt("large constants in 8 or 16 bits", store_narrow, model, plan, calibration) if narrow else None
     return smaller or plan, None
-
-
-def _write_model(
-    search: Search, plan: QuantPlan, searched: Searched | None, out: Path
-) -> tuple[QuantizedModel, Prediction, CheckReport]:
-    """Writes the model to `out`; returns it with its expected loss, and the check of what the target takes of it."""
-    with replacing_file(out) as temporary:
-        search.progress("quantize")
-        quantized = write_chosen(search, plan, searched, temporary)
-        # The memory of graphs is freed before the sessions that measure are made.
-        release_memory()
-        if searched is not None and plan == searched.chosen.plan:
-            predicted = searched.chosen.prediction
-        else:
-            search.progress("measure")
-            predicted = search.measure(quantized.model)
-        check = check_model(quantized.model, search.target)
-        # Weights beyond 2 GB are in a file beside the model, with the name that the model states.
-        move_data(temporary, out)
-    return quantized, predicted, check

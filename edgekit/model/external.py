@@ -186,7 +186,7 @@ def point_into(path: Path) -> onnx.ModelProto:
 # What files of other kinds begin with, at an offset, and how a model is made of each.
 _OTHER_KINDS = (
     (4, b"TFL3", "it is a TensorFlow Lite model, of which tf2onnx makes one: python -m tf2onnx.convert --tflite"),
-    (0, b"PK\x03\x04", "it is an archive: unpack it, or, if PyTorch wrote it, use torch.onnx.export"),
+    (0, b"PK\x03\x04", "it is an archive: a .npz is for --data; unpack others, or, of PyTorch, use torch.onnx.export"),
     (0, b"\x80", "it is a pickle, as PyTorch writes: torch.onnx.export makes a model of it"),
     (0, b"\x89HDF", "it is an HDF5 file, as Keras writes: tf2onnx makes a model of it"),
 )

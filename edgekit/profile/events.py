@@ -146,20 +146,16 @@ def decode_trace(data: bytes) -> Trace:
     runs = sorted((event for event in events if (event.cat, event.name) == (_SESSION, _RUN)), key=attrgetter("ts"))
     kernels = [event for event in events if event.cat == _NODE and event.name.endswith(KERNEL)]
     by_run: list[list[_Event]] = [[] for _ in runs]
-    starts, executions = [run.ts for run in runs], list[Execution]()
+    starts = [run.ts for run in runs]
     for event in sorted(kernels, key=attrgetter("ts")):
         index = bisect_right(starts, event.ts) - 1
         # Kernels outside all runs are left out: they fold constants while the session is created.
         if index >= 0 and event.ts <= runs[index].ts + runs[index].dur:
             by_run[index].append(event)
-    for run, run_kernels in zip(runs, by_run, strict=True):
-        execution = Execution(
-            start_us=run.ts,
-            duration_us=run.dur,
-            steps=tuple(sorted(_list_steps(run_kernels), key=attrgetter("start_us", "depth"))),
-        )
-        executions.append(execution)
-    return Trace(executions=tuple(executions), make_ms=session.get(_SESSION_CREATION, 0.0))
+    steps = (tuple(sorted(_list_steps(each), key=attrgetter("start_us", "depth"))) for each in by_run)
+    pairs = zip(runs, steps, strict=True)
+    executions = tuple(Execution(start_us=run.ts, duration_us=run.dur, steps=each) for run, each in pairs)
+    return Trace(executions=executions, make_ms=session.get(_SESSION_CREATION, 0.0))
 
 
 def _read_count(text: str) -> int:

@@ -333,17 +333,17 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *
 def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
     """Returns the memory of the process after each phase of a session, with and without an arena."""
     with_arena = (measured.pairs[0][0] if measured.pairs else measured.first).memory
-    bare = measured.without_arena
-    without_arena: Mapping[Phase, tuple[int, int]] = {} if bare is None else bare.memory
+    bare: Mapping[Phase, tuple[int, int]] = {} if measured.without_arena is None else measured.without_arena.memory
     return tuple(
         PhaseMemory(
             phase=phase,
-            resident_bytes=resident,
-            peak_bytes=peak,
-            bare_bytes=without_arena[phase][0] if phase in without_arena else None,
-            bare_peak_bytes=without_arena[phase][1] if phase in without_arena else None,
+            resident_bytes=with_arena[phase][0],
+            peak_bytes=with_arena[phase][1],
+            bare_bytes=bare[phase][0] if phase in bare else None,
+            bare_peak_bytes=bare[phase][1] if phase in bare else None,
         )
-        for phase, (resident, peak) in sorted(with_arena.items(), key=lambda item: get_args(Phase).index(item[0]))
+        for phase in get_args(Phase)
+        if phase in with_arena
     )
 
 

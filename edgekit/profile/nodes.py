@@ -199,21 +199,19 @@ def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
     groups: dict[tuple[str, str], list[NodeTime]] = defaultdict(list)
     for node in nodes:
         groups[node.op, node.provider].append(node)
-    operators = [
-        OperatorTime(
+    operators: list[OperatorTime] = []
+    for (op, provider), members in groups.items():
+        names = ("calls", "self_ms", "share", "macs", "bytes")
+        sums = {name: sum(getattr(node, name) for node in members) for name in names}
+        operator = OperatorTime(
             op=op,
             provider=provider,
             nodes=len(members),
-            calls=sum(node.calls for node in members),
-            self_ms=sum(node.self_ms for node in members),
-            share=sum(node.share for node in members),
-            macs=sum(node.macs for node in members),
-            bytes=sum(node.bytes for node in members),
-            average_ms=sum(node.self_ms for node in members) / max(1e-9, sum(node.calls for node in members)),
+            average_ms=sums["self_ms"] / max(1e-9, sums["calls"]),
             max_ms=max(node.max_ms for node in members),
+            **sums,
         )
-        for (op, provider), members in groups.items()
-    ]
+        operators.append(operator)
     return tuple(sorted(operators, key=lambda one: -one.self_ms))
 
 
@@ -290,14 +288,6 @@ def find_roof(device: str, threads: int, run: Runs, work: Path, *, probe_again: 
     known = None if probe_again else read_kept(cached, Roof)
     if known is not None and min(known.float_gmacs, known.integer_gmacs, known.gbytes, known.cache_gbytes) > 0:
         return known
-    roof = _run_probe(device, threads, run, work)
-    # Without a written cache, the next profile only has to run the probe again.
-    with contextlib.suppress(OutputError):
-        write_file(cached, msgspec.json.encode(roof))
-    return roof
-
-
-def _run_probe(device: str, threads: int, run: Runs, work: Path) -> Roof:
     model = work / "probe.onnx"
     write_file(model, make_probe().SerializeToString())
     sample: Tensors = {"x": np.array([0.5], np.float32), "u": np.array([3], np.uint8)}
@@ -324,9 +314,13 @@ def _run_probe(device: str, threads: int, run: Runs, work: Path) -> Roof:
     # Floats of four bytes are read, and as many written.
     amounts |= {_COPY: 2 * 4 * _MEMORY_FLOATS, _CACHE: 2 * 4 * _CACHE_FLOATS}
     rates = {name: amount / max(1, best[name].duration_us) / 1e3 for name, amount in amounts.items()}
-    return Roof(
+    roof = Roof(
         float_gmacs=rates[_FLOAT], integer_gmacs=rates[_INTEGER], gbytes=rates[_COPY], cache_gbytes=rates[_CACHE]
     )
+    # Without a written cache, the next profile only has to run the probe again.
+    with contextlib.suppress(OutputError):
+        write_file(cached, msgspec.json.encode(roof))
+    return roof
 
 
 def make_probe() -> onnx.ModelProto:

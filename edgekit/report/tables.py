@@ -23,6 +23,7 @@ from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import TensorRange
 from edgekit.report.summary import ActivationReport, QuantizeReport, TrialReport
 from edgekit.serialize import fill
+from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
 from edgekit.verify.on_devices import GroupReport, GroupRun
 from edgekit.verify.task_scores import describe_difference, format_score
 
@@ -52,6 +53,11 @@ def format_bytes(size_bytes: int) -> str:
 def format_or_dash(value: float | None, form: str) -> str:
     """Returns a figure in a format such as `{:.1f} dB`, or a dash if it is None."""
     return "-" if value is None else form.format(value)
+
+
+def format_sqnr(sqnr_db: float | None) -> str:
+    """Returns an SQNR in dB, or "equal" if outputs differ at most in the sign of zero, or a dash if it is None."""
+    return "equal" if sqnr_db is not None and sqnr_db >= DB_LIMIT else format_or_dash(sqnr_db, "{:.1f} dB")
 
 
 def format_times(file: TimedFile) -> tuple[str, str, str]:

@@ -13,10 +13,10 @@ from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.report import tables
 from edgekit.report.pages import make_page
-from edgekit.report.tables import format_bytes, make_table
+from edgekit.report.tables import format_bytes, format_sqnr, make_table
 from edgekit.tune.race import Entrant
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
-from edgekit.tune.tune import TriedSetting, TuneReport
+from edgekit.tune.tune import TuneReport
 
 
 class SeriesPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,13 +149,8 @@ def list_tables(report: TuneReport) -> Iterator[Table]:
             continue
         times = f"{one.median_ms:.3g} ms", f"{one.p99_ms:.3g} ms", f"{one.throughput_per_s:.3g}"
         starts = f"{one.load_ms:.0f} ms", f"{one.first_ms:.3g} ms", format_bytes(one.peak_rss_bytes)
-        table.add_row(name, *times, *starts, describe_nearness(one), str(one.measurements))
+        table.add_row(name, *times, *starts, format_sqnr(one.sqnr_db), str(one.measurements))
     yield table
-
-
-def describe_nearness(one: TriedSetting) -> str:
-    """Returns the SQNR of the outputs against the reference."""
-    return "-" if one.sqnr_db is None else "equal" if one.sqnr_db >= 200 else f"{one.sqnr_db:.1f} dB"
 
 
 def describe_setting(entrant: Entrant) -> Iterator[str]:

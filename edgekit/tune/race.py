@@ -135,7 +135,9 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measurement:
         outputs = {name: it[: len(setup.reference[name])] if it.ndim else it for name, it in outputs.items()}
     wanted, got = list_samples([setup.reference], "the reference"), list_samples([outputs], setup.device.name)
     sqnr_db, fault = judge_outputs(wanted, got, setup.gate, setup.bundle)
-    measurement = Measurement(
+    if fault is None and setup.goal == "memory" and not block.run.peak_rss_bytes:
+        fault = "the device does not tell what memory it needs"
+    return Measurement(
         median_ms=float(np.median(block.latency_ms)),
         p99_ms=float(np.percentile(block.latency_ms, 99.0)),
         pace_ms=block.pace_ms / entrant.batch,
@@ -146,9 +148,6 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measurement:
         sqnr_db=sqnr_db,
         fault=fault,
     )
-    if measurement.fault is None and setup.goal == "memory" and not measurement.peak_rss_bytes:
-        return msgspec.structs.replace(measurement, fault="the device does not tell what memory it needs")
-    return measurement
 
 
 def judge_outputs(

@@ -306,30 +306,22 @@ def _read_load() -> float | None:
 
 def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
     if found.chosen == found.defaults or found.final is None:
-        return msgspec.structs.replace(found, applied="nothing: the defaults stay")
+        applied = "nothing: the defaults stay"
     # Times in an emulator are times of the machine on which it runs.
-    if found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
-        why_not = f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
-        return msgspec.structs.replace(found, applied=f"nothing: {why_not}")
-    if found.machine is None:
-        why_not = f"'{found.device}' does not say what kind of machine it is"
-        return msgspec.structs.replace(found, applied=f"nothing: {why_not}")
-    done = apply_setting(
-        path,
-        TunedSession(
+    elif found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
+        applied = f"nothing: '{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
+    elif found.machine is None:
+        applied = f"nothing: '{found.device}' does not say what kind of machine it is"
+    else:
+        changes, setting = tuple(found.chosen.name.split(" + ")), found.chosen.setting
+        facts = {"device": address_of(device), "ratio": found.final.value, "changes": changes}
+        tuned = TunedSession(
             machine=found.machine,
-            setting=msgspec.structs.replace(found.chosen.setting, form=found.chosen.file),
-            evidence=fill(
-                TuningEvidence,
-                found,
-                found.final,
-                device=address_of(device),
-                ratio=found.final.value,
-                changes=tuple(found.chosen.name.split(" + ")),
-            ),
-        ),
-    )
-    return msgspec.structs.replace(found, applied=done)
+            setting=msgspec.structs.replace(setting, form=found.chosen.file),
+            evidence=fill(TuningEvidence, found, found.final, **facts),
+        )
+        applied = apply_setting(path, tuned)
+    return msgspec.structs.replace(found, applied=applied)
 
 
 def require_bundle(path: Path) -> None:
@@ -367,10 +359,6 @@ def apply_setting(path: Path, tuned: TunedSession) -> str:
     write_file(source, encode_json(manifest))
     unsigned = "; its signature was of the bundle before and is gone: edgekit sign signs it again"
     return f"'{source}'" + (unsigned if signed else "")
-
-
-# Outputs above this SQNR count as equal: rounding of float32 gives 100 dB and more.
-_EQUAL_DB = 90.0
 
 
 def summarize_rounds(rounds: Iterable[race.Round]) -> Mapping[str, TriedSetting]:

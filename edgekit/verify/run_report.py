@@ -346,7 +346,7 @@ def _make_gate(name: GateName, subject: str, found: Judgement, *, excused: bool 
 
 
 def _judge_placement(run: RunReport) -> tuple[str, ...]:
-    if run.evidence not in OBSERVING or run.provider == CPU_PROVIDER or run.failure is not None:
+    if run.provider == CPU_PROVIDER or run.failure is not None:
         return ()
     if run.placement_source == "predicted" or not run.provider_nodes:
         return (f"placement was not observed, so {run.provider} may have taken no node",)

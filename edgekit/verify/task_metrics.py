@@ -43,11 +43,6 @@ def decode_text(value: Array, limit: TaskLimit) -> str:
     return look_up(DECODERS, name, f"there is no decoder '{name}'")(value, limit)
 
 
-def decode_strings(value: Array, _limit: TaskLimit) -> str:
-    """Returns the strings of an output, joined by spaces."""
-    return " ".join(str(item) for item in value.flat)
-
-
 def decode_ctc(value: Array, limit: TaskLimit) -> str:
     """Returns the best path of a [time, classes] output: the best class per step, repeats merged, blanks dropped.
 
@@ -79,7 +74,7 @@ def _spell(places: list[int], letters: Sequence[str], classes: int) -> str:
 
 
 DECODERS: dict[str, Callable[[Array, TaskLimit], str]] = {
-    "strings": decode_strings,
+    "strings": lambda value, _: " ".join(str(item) for item in value.flat),
     "ctc-greedy": decode_ctc,
     "indices": decode_indices,
 }
@@ -236,9 +231,24 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
     """
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", limit.name):
         function = load_function(limit.name, "metric")
+
+        def read(outputs: Tensors, label: Label, _: TaskLimit) -> tuple[float, float]:
+            """Returns what the user's function keeps of a sample: a number, or two whose sums are divided."""
+            try:
+                value = function(outputs, label)
+            except Exception as error:  # it is the user's own code, which may raise anything
+                words = f"metric '{limit.name}' raises {type(error).__name__}: {quote_error(error)}"
+                raise DataError(words, hint="it is called with outputs by name and a label") from error
+            with contextlib.suppress(TypeError, ValueError):
+                above, below = np.broadcast_to(np.asarray(value, np.float64), (2,)) if np.ndim(value) else (value, 1.0)
+                if math.isfinite(above) and math.isfinite(below):
+                    return float(above), float(below)
+            words = f"the metric's own function gave {value!r}"
+            raise DataError(words, hint="it returns a number, or (above, below) whose sums are divided")
+
         return TaskMetric(
             labels="any",
-            read=lambda outputs, label, limit: _read_own(limit.name, function, outputs, label),
+            read=read,
             prepare=prepare_ratio,
             unit="value",
             higher_is_better=limit.higher_is_better,
@@ -482,21 +492,6 @@ METRICS: Mapping[str, TaskMetric] = {
     "next-token": TaskMetric(labels="array", read=read_next_tokens, prepare=prepare_ratio),
     "psnr": TaskMetric(labels="array", read=read_psnr, prepare=prepare_ratio, unit="dB"),
 }
-
-
-def _read_own(name: str, function: Callable[..., Any], outputs: Tensors, label: Label) -> tuple[float, float]:
-    """Returns what a user's own function keeps of a sample: a number, or two whose sums are divided."""
-    try:
-        value = function(outputs, label)
-    except Exception as error:  # it is the user's own code, which may raise anything
-        words = f"metric '{name}' raises {type(error).__name__}: {quote_error(error)}"
-        raise DataError(words, hint="it is called with outputs by name and a label") from error
-    with contextlib.suppress(TypeError, ValueError):
-        above, below = np.broadcast_to(np.asarray(value, dtype=np.float64), (2,)) if np.ndim(value) else (value, 1.0)
-        if math.isfinite(above) and math.isfinite(below):
-            return float(above), float(below)
-    words = f"the metric's own function gave {value!r}"
-    raise DataError(words, hint="it returns a number, or (above, below) whose sums are divided")
 
 
 MOST_SAMPLES = 1024

@@ -24,7 +24,7 @@ from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
 from edgekit.verify.layers import grids, matching
-from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
+from edgekit.verify.layers.matching import DEQUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.changes import describe_change, describe_pairs
@@ -33,7 +33,6 @@ from edgekit.verify.metrics.tensor_metrics import Floats, SampleErrors, measure_
 # Rounding to 8 bits leaves more of a weight than this, the worst grid of four bits too.
 _LEAST_WEIGHT_DB = 12.0
 _MOST_CAUSES = 3
-_ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
 
 
 def _compare_nodes(wanted: Node, node: Node, a: Graph, b: Graph, *, scaled: bool) -> Iterator[str]:
@@ -290,7 +289,7 @@ class _Comparison:
         nodes = {node.name: node for node in a.nodes if node.name}
         for node in dict.fromkeys(b.producers[name] for name in region.results):
             other = nodes.get(node.name)
-            if other is not None and node.op_type not in _ROUNDING:
+            if other is not None and node.op_type not in matching.ROUNDING:
                 causes.extend(_compare_nodes(other, node, a, b, scaled=scaled))
         return tuple(causes[:_MOST_CAUSES])
 

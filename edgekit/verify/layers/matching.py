@@ -21,6 +21,7 @@ from edgekit.model.tensors import DTYPES, Array, Tensors, shape_matches
 from edgekit.quantize.equalization.pairs import SUFFIX
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
 
 
 def sort_nodes(graph: Graph) -> list[Node]:
@@ -41,7 +42,7 @@ def list_computing(graph: Graph) -> list[Node]:
 
 
 # Exporters and quantizers add or remove these between operators that compute.
-_PASSED_OVER = frozenset({QUANTIZE, DEQUANTIZE, "Cast", "Identity", "Dropout"})
+_PASSED_OVER = ROUNDING | {"Cast", "Identity", "Dropout"}
 
 
 def align_tensors(a: Graph, b: Graph) -> list[tuple[str, str]]:
@@ -172,7 +173,7 @@ def _find_rounding(graph: Graph) -> frozenset[str]:
 
     They belong to the tensor that these round, or, for a weight, to the node that reads it.
     """
-    return frozenset(name for node in graph.nodes if node.op_type in {QUANTIZE, DEQUANTIZE} for name in node.output)
+    return frozenset(name for node in graph.nodes if node.op_type in ROUNDING for name in node.output)
 
 
 def _count_alike(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> int:

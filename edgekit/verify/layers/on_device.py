@@ -36,7 +36,6 @@ from edgekit.verify.metrics.changes import describe_pairs
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 
-_ROUNDING = frozenset({matching.QUANTIZE, matching.DEQUANTIZE})
 # Runtimes fuse these into the node before, if nothing else reads that node.
 _FUSED_AFTER = frozenset({
     "BatchNormalization", "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Tanh",
@@ -99,7 +98,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     for node in computing:
         # The layer of a node is that of the node which it rounds or ends, or its own.
         before = next((name for name in node.input if name in joined), None)
-        if node.op_type in _ROUNDING:
+        if node.op_type in matching.ROUNDING:
             start = starts.get(node.input[0], (node.input[0], INPUT))
         else:
             start = (node.name or node.output[0], node.op_type) if before is None else starts[before]
@@ -110,7 +109,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
             if len(after) == 1 and name not in graph.outputs and _is_fused_into(after[0], node, dynamic):
                 joined.add(name)
             elif grid is not None or not (
-                node.op_type in _ROUNDING or any(reader.op_type == matching.QUANTIZE for reader in after)
+                node.op_type in matching.ROUNDING or any(reader.op_type == matching.QUANTIZE for reader in after)
             ):
                 probes.append(Probe(tensor=name, layer=start[0], op=start[1], grid=grid))
     return tuple(probes)
@@ -126,7 +125,7 @@ def _plan_outputs(graph: Graph, planned: Sequence[Probe]) -> Iterator[Probe]:
 
 
 def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
-    if node.op_type in _ROUNDING:
+    if node.op_type in matching.ROUNDING:
         return False
     others = [name for name in reader.input if name in dynamic and name not in node.output]
     return reader.op_type in _FUSED_AFTER or (reader.op_type in _FUSED_WITH_CONSTANT and not others)

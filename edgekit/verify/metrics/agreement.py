@@ -109,7 +109,8 @@ def measure_agreement(
                 if says_yes_or_no(each):
                     shared += _share_findings(each, pairs)
                 elif each.kind == "heatmaps":
-                    shared += _share_peaks(each, pairs)
+                    records = [record_heatmaps(*pair, each) for pair in pairs()]
+                    shared += [sum_shares("peaks", count_peaks(records))] if records else []
                 elif each.kind in _DECIDING:
                     shared += _share_decisions(each, pairs)
                 else:
@@ -180,11 +181,6 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
             of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
             rows = [(float(size - edits), float(size)) for size, edits in sizes]
     yield sum_shares(of, np.array(rows))
-
-
-def _share_peaks(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
-    if records := [record_heatmaps(*pair, reading) for pair in pairs()]:
-        yield sum_shares("peaks", count_peaks(records))
 
 
 def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
