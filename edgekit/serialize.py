@@ -131,7 +131,15 @@ def name_valid(said: str, kind: Any) -> str:
     if found[1] is not None:
         structs = (each for each in here if isinstance(each, msgspec.inspect.StructType))
         return suggest_name(found[1], [field.encode_name for each in structs for field in each.fields])
-    values = [value for each in here for value in _list_values(each)]
+    values: list[object] = []
+    for each in here:
+        match each:
+            case msgspec.inspect.LiteralType():
+                values += each.values
+            case msgspec.inspect.EnumType():
+                values += [member.value for member in each.cls]
+            case _:
+                pass
     return f"valid: {', '.join(map(str, dict.fromkeys(values)))}" if values else ""
 
 
@@ -153,16 +161,6 @@ def _enter(outer: msgspec.inspect.Type, key: str) -> Iterator[msgspec.inspect.Ty
             yield outer.value_type
         case msgspec.inspect.VarTupleType():
             yield outer.item_type
-        case _:
-            pass
-
-
-def _list_values(kind: msgspec.inspect.Type) -> Iterator[object]:
-    match kind:
-        case msgspec.inspect.LiteralType():
-            yield from kind.values
-        case msgspec.inspect.EnumType():
-            yield from (member.value for member in kind.cls)
         case _:
             pass
 

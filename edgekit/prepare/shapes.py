@@ -264,7 +264,18 @@ def _resolve_dims(
     specs = [_drop_names(spec, shared) for spec in inputs]
     axes = [(spec.name, axis, text) for spec in specs for axis, text in spec.name_axes().items()]
     sizes = _resolve_keys(specs, dims)
-    sizes = _derive_formulas({text for *_, text in axes}, sizes)
+    # Formulas are derived from their names, and a name from a formula.
+    for formula, size in tuple(sizes.items()):
+        if (solved := solve_dim(formula, size, sizes)) is not None:
+            sizes.setdefault(*solved)
+    for name in sorted({text for *_, text in axes}):
+        derived = derive_dim(name, sizes)
+        if derived is not None and sizes.setdefault(name, derived) != derived:
+            words = f"'{name}' is given as {sizes[name]} and comes to {derived}"
+            raise UsageError(words, hint="leave one of the numbers out")
+    for name, size in sizes.items():
+        if not 0 <= size <= _MAX_DIM:
+            raise UsageError(f"dimension '{name}' comes to {size}", hint="give other numbers to the names in it")
     missing: dict[str, str] = {}
     for owner, axis, text in () if may_stay_open else axes:
         # A formula is derived from its names: the user is asked for these, or for the formula if it still has no value.
@@ -299,23 +310,6 @@ def _resolve_keys(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> dict
             words = f"'{name}' is given both {sizes[name]} and {size}"
             raise UsageError(words, hint="give it one number, or each axis its own")
     return sizes
-
-
-def _derive_formulas(names: Collection[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the sizes with those derived from them: formulas from their names, and a name from a formula."""
-    derived = dict(sizes)
-    for formula in sizes:
-        if (solved := solve_dim(formula, sizes[formula], derived)) is not None:
-            derived.setdefault(*solved)
-    for name in sorted(names):
-        size = derive_dim(name, derived)
-        if size is not None and derived.setdefault(name, size) != size:
-            words = f"'{name}' is given as {derived[name]} and comes to {size}"
-            raise UsageError(words, hint="leave one of the numbers out")
-    for name, size in derived.items():
-        if not 0 <= size <= _MAX_DIM:
-            raise UsageError(f"dimension '{name}' comes to {size}", hint="give other numbers to the names in it")
-    return derived
 
 
 def infer_outputs(proto: onnx.ModelProto) -> None:

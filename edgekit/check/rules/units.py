@@ -133,7 +133,11 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
     need(node.domain in _GROUP_DOMAINS and node.since in SELECTED_SINCE.get(node.op_type, (node.since,)))
     made = ((at, graph.producers.get(name)) for at, name in enumerate(node.input))
     before = {at: dq for at, dq in made if dq is not None and dq.op_type == "DequantizeLinear" and dq.has_input(1)}
-    clip = _redundant_candidate(graph, node) if absorb_clips and before else None
+    # An activation that alone reads the result, and that one node alone reads.
+    edges = [reader for name in node.output for reader in graph.readers(name)]
+    passed = edges[0].output[0] if len(edges) == 1 and edges[0].op_type in {"Relu", "Clip"} else ""
+    is_candidate = absorb_clips and before and passed not in graph.outputs and len(graph.readers(passed)) == 1
+    clip = edges[0] if is_candidate else None
     quantizers = [
         (position, reader)
         for position, name in enumerate((clip or node).output)
@@ -185,7 +189,10 @@ def _need_group(
     is_covered = after and not leaves and len(after) == len(outputs) and (is_clipped or edges == len(after))
     need(is_covered or (selector in _UNQUANTIZED_OUTPUT and not results))
     # An operator that only moves elements can do so on the integers only if both sides have the same parameters.
-    need(selector != "drop" or _same_parameters(graph, before[0], after[0]))
+    if selector == "drop":
+        sides = [read_parameters(graph, _quantized(graph, each, at)) for at, each in enumerate((before[0], after[0]))]
+        pairs = [[part.item() for part in each] for each in sides if each is not None and each[0].size == 1]
+        need(len(pairs) == 2 and pairs[0] == pairs[1])
     if selector in {"binary", "variadic", "where", "pad", "compare"}:
         need(len({*dtypes, *results}) == 1)
         return
@@ -215,12 +222,6 @@ def _has_other_bias(graph: Graph, unit: Unit) -> bool:
     if b.size not in {1, product.size}:
         return True
     return bool((np.abs(b - product) > _BIAS_TOLERANCE * np.abs(product)).any())
-
-
-def _redundant_candidate(graph: Graph, node: Node) -> Node | None:
-    edges = [reader for name in node.output for reader in graph.consumers.get(name, ())]
-    name = edges[0].output[0] if len(edges) == 1 and edges[0].op_type in {"Relu", "Clip"} else ""
-    return edges[0] if name not in graph.outputs and len(graph.consumers.get(name, ())) == 1 else None
 
 
 def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
@@ -267,13 +268,6 @@ def read_parameters(graph: Graph, operand: Operand) -> tuple[Array, Array] | Non
         return None
     zero = graph.array(operand.zero_point) if operand.zero_point else np.zeros(scale.shape, np.int32)
     return None if zero is None or zero.size == 0 else (scale, zero)
-
-
-def _same_parameters(graph: Graph, dq: Node, q: Node) -> bool:
-    one, other = read_parameters(graph, _quantized(graph, dq, 0)), read_parameters(graph, _quantized(graph, q, 1))
-    if one is None or other is None or one[0].size != 1 or other[0].size != 1:
-        return False
-    return bool(one[0].item() == other[0].item() and one[1].item() == other[1].item())
 
 
 def _operand(graph: Graph, name: str, parameters: Sequence[str] = (), axis: int = 1) -> Operand:

@@ -106,6 +106,9 @@ def pad_transposed(writer: Writer) -> None:
         writer.add("ConvTranspose", node.input, **given)
         return
     need(bias is not None or not node.has_input(2))
+    # What the kernel does not reach may be all of a small output.
+    shape = (writer.graph.value(node.output[0]).shape or ())[2:]
+    need(all(size is None or size > -end for size, end in zip(shape, ends, strict=False)))
     reached = writer.add("ConvTranspose", node.input[:2], "reached", **given)
     amounts = writer.ints("amounts", [0] * (count + 4) + [max(-end, 0) for end in ends])
     padded = writer.add("Pad", [reached, amounts], "padded" if bias is not None else "")

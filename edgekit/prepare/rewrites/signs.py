@@ -50,7 +50,12 @@ def store_weights(graph: onnx.GraphProto, wanted: _Kind, ops: Collection[str] | 
         is_weight = tensor.data_type == given and tensor.data_location != onnx.TensorProto.EXTERNAL and bool(readers)
         if not is_weight or not zeros.are_quantizers(view, tensor.name, readers):
             continue
-        if ops is not None and not any(node.op_type in ops and not _reads_signed(view, node) for node in consumers):
+        # The CPU has no kernel for int8 activations with uint8 weights.
+        sources = [view.producers.get(node.input[0]) for node in consumers if ops is None or node.op_type in ops]
+        if ops is not None and all(
+            made is not None and made.op_type == "DequantizeLinear" and view.value(made.given(2)).dtype == "int8"
+            for made in sources
+        ):
             continue
         if np.prod(tensor.dims) and not tensor.raw_data and not tensor.int32_data:
             # The model was loaded without its weights, for a check, which needs the type only.
@@ -160,15 +165,6 @@ class _Zeros:
             self._stored[name] = numpy_helper.from_array(_flip(zero), name)
             self._graph.initializer.append(self._stored[name])
         return name
-
-
-def _reads_signed(view: Graph, node: Node) -> bool:
-    """Returns True for a node with int8 activations: the CPU has no kernel for these with uint8 weights."""
-    made_by = view.producers.get(node.input[0])
-    if made_by is None or made_by.op_type != "DequantizeLinear" or len(made_by.input) < 3:
-        return False
-    zero = view.constants.get(made_by.input[2])
-    return zero is not None and zero.data_type == onnx.TensorProto.INT8
 
 
 def _flip(numbers: Array) -> Array:
