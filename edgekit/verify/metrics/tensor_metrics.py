@@ -129,9 +129,11 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
-    """Returns the sums of several samples of one shape and type, stacked along a first axis (`measure_errors`).
+    """Returns the sums of several samples of one shape and type, stacked along a first axis.
 
-    For samples that rank classes it also tells if the best class is the same.
+    Integers of 8 and 16 bits are quantized reals and measured like floats. Wider integers, booleans and strings are
+    labels or indices: only their exact matches count. For samples that rank classes it also tells if the best class is
+    the same.
     """
     if not is_numeric(references):
         return [_match_sample(*pair) for pair in zip(references, gots, strict=True)]
@@ -148,16 +150,10 @@ def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
 
 
 def measure_errors(reference: Array, got: Array) -> SampleErrors:
-    """Returns the sums of one sample; both arrays have the same dtype.
-
-    Integers of 8 and 16 bits are quantized reals and measured like floats. Wider integers, booleans and strings are
-    labels or indices: only their exact matches count. Arrays of different shapes have no matches.
-    """
+    """Returns the sums of one sample of reals; arrays of different shapes have no matches."""
     if reference.shape != got.shape:
         elements = max(1, reference.size)
-        return SampleErrors(numeric=is_numeric(reference), elements=elements, matches=0, non_finite=elements)
-    if not is_numeric(reference):
-        return _match_sample(reference, got)
+        return SampleErrors(numeric=True, elements=elements, matches=0, non_finite=elements)
     return _measure_rows(reference.reshape(1, -1), got.reshape(1, -1))[0]
 
 
