@@ -74,11 +74,18 @@ class MissingExtraError(EdgekitError):
 
 
 @contextlib.contextmanager
-def reraised(caught: type[Exception] | tuple[type[Exception], ...], error: EdgekitError) -> Generator[None]:
-    """Raises `error`, which the user can mend, if the block raises an exception of the types `caught`."""
+def reraised(
+    caught: type[Exception] | tuple[type[Exception], ...], error: EdgekitError, *, quote: bool = False
+) -> Generator[None]:
+    """Raises `error`, which the user can mend, if the block raises an exception of the types `caught`.
+
+    With `quote`, its message ends with that of the exception.
+    """
     try:
         yield
     except caught as fault:
+        if quote:
+            error = type(error)(f"{error.message}: {quote_error(fault)}", hint=error.hint)
         raise error from fault
 
 

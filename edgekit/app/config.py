@@ -14,7 +14,7 @@ import msgspec
 from edgekit._files import AnyPath, as_path
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.devices.find import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, reraised, suggest_name
 from edgekit.package.package import Kind
 from edgekit.package.variant import Extra
 from edgekit.recipe import Data, ModelOptions, PrecisionChoice, Recipe, load_targets
@@ -335,11 +335,10 @@ def choose_for(app: App) -> DeviceChoice:
     """
     verify, known, folder = app.table.verify, app.table.devices, app.path.parent
     tables = {name: {"name": name, **msgspec.to_builtins(known[name])} for name in verify.on if name in known}
-    try:
+    words = f"'{app.path}': an entry of [devices] is malformed"
+    malformed = UsageError(words, hint="a name has letters, digits and a few marks")
+    with reraised(msgspec.ValidationError, malformed, quote=True):
         listed = [msgspec.convert(table, ready_type(ListedDevice)) for table in tables.values()]
-    except msgspec.ValidationError as error:
-        message = f"'{app.path}': an entry of [devices] is malformed: {error}"
-        raise UsageError(message, hint="a name has letters, digits and a few marks") from error
     return DeviceChoice(
         names=tuple(name for name in verify.on if name not in known),
         file=None if verify.on_file is None else folder / verify.on_file,

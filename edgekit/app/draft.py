@@ -15,7 +15,7 @@ from edgekit._files import work_folder
 from edgekit.bundle.snippets import make_environment
 from edgekit.data.images import SUFFIXES, Preprocess
 from edgekit.data.samples import load_samples, read_shapes, refuse_endless
-from edgekit.errors import DataError, UsageError
+from edgekit.errors import DataError, UsageError, reraised
 from edgekit.graph.graph import view_model
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.state import State, first_state, resolve_state
@@ -165,11 +165,9 @@ def _read_sizes(folder: Path) -> Iterator[tuple[int, int]]:
     files = files[:_MAX_IMAGES]
     refuse_endless(files)
     for path in files:
-        try:
-            with Image.open(path) as image:
-                yield image.size
-        except (OSError, ValueError) as error:
-            raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
+        unreadable = DataError(f"'{path}' is no image that can be read", hint="remove it from the folder")
+        with reraised((OSError, ValueError), unreadable), Image.open(path) as image:
+            yield image.size
 
 
 def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mapping[str, int]) -> Preprocess:
@@ -193,10 +191,9 @@ def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mappin
         "scale": 1.0 if is_bytes else 1 / 255,
         "dtype": spec.dtype,
     }
-    try:
+    no_image = UsageError(f"input '{spec.name}' takes {spec.dtype}, no image", hint="give --data instead")
+    with reraised(msgspec.ValidationError, no_image):
         return msgspec.convert(guessed, ready_type(Preprocess))
-    except msgspec.ValidationError as error:
-        raise UsageError(f"input '{spec.name}' takes {spec.dtype}, no image", hint="give --data instead") from error
 
 
 def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_FrozenInput]:

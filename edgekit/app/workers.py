@@ -27,7 +27,7 @@ from edgekit.bundle.archive import list_files, unpack_archive, write_archive
 from edgekit.bundle.manifest import encode_json
 from edgekit.devices.find import REMOTE
 from edgekit.devices.parallel import run_together
-from edgekit.errors import DataError, DeviceError, EdgekitError, MissingExtraError, quote_error
+from edgekit.errors import DataError, DeviceError, EdgekitError, MissingExtraError, quote_error, reraised
 from edgekit.jobs.build_inputs import BuildCache
 from edgekit.machine import spell_install
 from edgekit.progress import Progress, say_nothing
@@ -215,19 +215,17 @@ def _connected(scheduler: str) -> Generator[tuple[Any, Any]]:
         MissingExtraError: Dask distributed is not installed.
         DeviceError: there is no scheduler.
     """
-    try:
+    absent = MissingExtraError("--scheduler needs Dask distributed", hint=spell_install("distributed"))
+    with reraised(ImportError, absent):
         distributed = importlib.import_module("distributed")
-    except ImportError as error:
-        raise MissingExtraError("--scheduler needs Dask distributed", hint=spell_install("distributed")) from error
     logger = logging.getLogger("distributed.client")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
-        try:
+        hint = "dask scheduler starts one; its address looks like tcp://HOST:8786"
+        silent = DeviceError(f"no scheduler answers at '{scheduler}'", hint=hint)
+        with reraised((OSError, ValueError), silent, quote=True):
             client = distributed.Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
-        except (OSError, ValueError) as error:
-            hint = "dask scheduler starts one; its address looks like tcp://HOST:8786"
-            raise DeviceError(f"no scheduler answers at '{scheduler}': {quote_error(error)}", hint=hint) from error
         with client:
             yield distributed, client
     finally:

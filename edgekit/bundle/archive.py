@@ -19,7 +19,7 @@ import msgspec
 
 from edgekit import _files
 from edgekit.bundle.checks import find_fault, find_unsafe, iterate_files
-from edgekit.errors import BundleError, OutputError, quote_error
+from edgekit.errors import BundleError, OutputError, reraised
 
 # zipfile reads the whole list of files at once; 10,000 names, the most that `Limits` lets pass, take about a megabyte.
 _MAX_DIRECTORY_BYTES = 8 << 20
@@ -49,10 +49,8 @@ def convert_errors(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
     Raises:
         BundleError: the archive is damaged.
     """
-    try:
+    with reraised(_UNREADABLE, BundleError(f"'{path}' is damaged", hint="fetch it again"), quote=True):
         yield from items
-    except _UNREADABLE as error:
-        raise BundleError(f"'{path}' is damaged: {quote_error(error)}", hint="fetch it again") from error
 
 
 def _read_zip(file: IO[bytes]) -> Iterator[Member]:

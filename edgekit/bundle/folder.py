@@ -22,7 +22,7 @@ from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signatur
 from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import find_needed_ort
-from edgekit.errors import BundleError, ModelError, OutputError
+from edgekit.errors import BundleError, ModelError, OutputError, reraised
 from edgekit.model.model import list_external
 from edgekit.serialize import ready_type
 from edgekit.target import Form, Target, read_version
@@ -273,11 +273,9 @@ def read_fact(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
     Raises:
         BundleError: it is missing or malformed.
     """
-    file = bundle.folder / name
-    try:
+    file, bad = bundle.folder / name, (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError)
+    with reraised(bad, BundleError(f"'{file}' is malformed", hint="build the bundle again"), quote=True):
         return msgspec.json.decode(file.read_bytes(), type=ready_type(kind))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise BundleError(f"'{file}' is malformed: {error}", hint="build the bundle again") from error
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:

@@ -26,7 +26,7 @@ from edgekit.data.data_check import digest_sample
 from edgekit.data.npz import MALFORMED, SHAPES, open_npy
 from edgekit.data.samples import Samples, load_samples
 from edgekit.data.sets import Boxes, Label, Sequences
-from edgekit.errors import DataError, ModelError
+from edgekit.errors import DataError, ModelError, reraised
 from edgekit.machine import map_in_order
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, iterate_nodes
@@ -301,7 +301,7 @@ def read_labels(golden: Golden) -> Sequence[Label] | None:
         return None
     path = golden.folder / golden.label_file
     labels: Sequence[Label]
-    try:
+    with reraised(MALFORMED, DataError(f"'{path}' is malformed", hint="build the bundle again"), quote=True):
         if path.name == WORDS:
             labels = msgspec.json.decode(path.read_bytes(), type=ready_type(list[str | Boxes]))
         else:
@@ -309,8 +309,6 @@ def read_labels(golden: Golden) -> Sequence[Label] | None:
             if values.ndim == 1 and values.dtype != np.int64:
                 raise ValueError(f"it holds {values.dtype}, no int64")
             labels = tuple(values.tolist() if values.ndim == 1 else values)
-    except MALFORMED as error:
-        raise DataError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error
     if len(labels) != golden.samples:
         raise DataError(f"'{path}' does not hold {golden.samples} labels", hint="write one label a sample")
     return labels

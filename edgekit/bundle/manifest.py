@@ -15,7 +15,7 @@ from edgekit._files import digest_file
 from edgekit._ort import Level
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import Padding
-from edgekit.errors import BundleError, quote_error
+from edgekit.errors import BundleError, reraised
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
 from edgekit.model.state import State, find_fault
@@ -438,10 +438,9 @@ def decode_json(data: bytes, source: str) -> Any:
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise BundleError(f"'{source}' is larger than {MAX_MANIFEST_BYTES} bytes", hint="edgekit did not write it")
-    try:
+    malformed = BundleError(f"'{source}' is malformed", hint="build the bundle again")
+    with reraised((msgspec.MsgspecError, UnicodeError, RecursionError), malformed, quote=True):
         return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
 
 
 def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
@@ -453,10 +452,9 @@ def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
         BundleError: it is no JSON, is not canonical, or a key is unknown, missing or ill-typed.
     """
     raw = decode_json(data, source)
-    try:
+    malformed = BundleError(f"'{source}' is malformed", hint="build the bundle again")
+    with reraised((msgspec.ValidationError, RecursionError), malformed, quote=True):
         value = msgspec.convert(raw, ready_type(kind))
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
     if encode_json(raw) != data:
         words = f"'{source}' was altered: it is not formatted as edgekit writes it"
         raise BundleError(words, hint="build the bundle again")

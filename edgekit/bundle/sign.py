@@ -14,7 +14,7 @@ import msgspec
 from edgekit._files import digest_bytes, write_file, write_new
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.manifest import decode_json, decode_strictly, encode_json
-from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
+from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError, reraised
 from edgekit.machine import spell_install
 
 SIGNATURE = "signature.json"
@@ -285,12 +285,10 @@ def _require_key(keyid: str, wanted: str, what: str) -> None:
 
 
 def _load_library() -> tuple[Any, Any]:
-    try:
+    absent = MissingExtraError("signatures need the package 'cryptography'", hint=spell_install("cryptography"))
+    with reraised(ImportError, absent):
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 - an optional extra
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
-    except ImportError as error:
-        words = "signatures need the package 'cryptography'"
-        raise MissingExtraError(words, hint=spell_install("cryptography")) from error
     return serialization, ed25519
 
 

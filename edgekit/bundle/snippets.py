@@ -10,7 +10,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.manifest import Manifest
-from edgekit.errors import TargetError
+from edgekit.errors import TargetError, reraised
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import Target, read_version
@@ -89,10 +89,9 @@ def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
     values = {"manifest": manifest, "interface": describe_interface(manifest), "runtime_version": version}
     snippets: dict[str, str] = {}
     for path in sorted(folder.glob("*.j2")):
-        try:
+        malformed = TargetError(f"template '{path}' is malformed", hint="mend the template")
+        with reraised((jinja2.TemplateError, UnicodeDecodeError), malformed, quote=True):
             snippets[path.name.removesuffix(".j2")] = environment.get_template(path.name).render(values)
-        except (jinja2.TemplateError, UnicodeDecodeError) as error:
-            raise TargetError(f"template '{path}' is malformed: {error}", hint="mend the template") from error
     return snippets
 
 

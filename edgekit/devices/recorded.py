@@ -20,7 +20,7 @@ from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.device import Count, Device, DeviceRun, Job, Measured, Milliseconds, PlacedNode, WrappedDevice
 from edgekit.devices.process import exchange
-from edgekit.errors import DataError, DeviceError
+from edgekit.errors import DataError, DeviceError, reraised
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.serialize import fill, ready_type
@@ -218,10 +218,9 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
 
 
 def _decode(line: bytes, kind: type[_T], path: Path) -> _T:
-    try:
+    bad = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+    with reraised(bad, DataError(f"'{path}' is no recorded run", hint=_HINT), quote=True):
         return msgspec.json.decode(line, type=ready_type(kind))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"'{path}' is no recorded run: {error}", hint=_HINT) from error
 
 
 def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path | None) -> None:

@@ -17,7 +17,7 @@ from edgekit._files import digest_file
 from edgekit.app_runtime import AppRuntime, NativeLibrary
 from edgekit.devices.local.runner import find_sources
 from edgekit.devices.release import Loader, Release, fetch_members, find_compiler, write_member
-from edgekit.errors import DeviceError, UsageError
+from edgekit.errors import DeviceError, UsageError, reraised
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
 from edgekit.serialize import fill
@@ -55,10 +55,9 @@ def read_library(path: Path) -> Library:
     # Elf64_Sym.
     if data[:6] != b"\x7fELF\x02\x01":
         raise DeviceError(f"'{path.name}' is no 64-bit ELF library", hint="give ONNX Runtime's archive for Android")
-    try:
+    damaged = DeviceError(f"'{path.name}' is cut off or damaged", hint="fetch it again")
+    with reraised((struct.error, LookupError, ValueError), damaged):
         return _read(data)
-    except (struct.error, LookupError, ValueError) as error:
-        raise DeviceError(f"'{path.name}' is cut off or damaged", hint="fetch it again") from error
 
 
 def _read(data: bytes) -> Library:
@@ -133,11 +132,10 @@ def list_native_libraries(archive: Path) -> tuple[NativeLibrary, ...]:
                 data = member.read(_ELF_HEADERS_BYTES)
             if data[:6] not in {b"\x7fELF\x01\x01", b"\x7fELF\x02\x01"}:
                 raise DeviceError(f"'{match[0]}' of '{archive}' is damaged: no ELF file", hint="fetch it again")
-            try:
+            cut_off = DeviceError(f"'{match[0]}' of '{archive}' is damaged: cut off", hint="fetch it again")
+            with reraised(struct.error, cut_off):
                 # p_align is the last field of both program headers.
                 alignments = [header[7] for header in _read_headers(data) if header[0] == _LOAD]
-            except struct.error as error:
-                raise DeviceError(f"'{match[0]}' of '{archive}' is damaged: cut off", hint="fetch it again") from error
             found.append(NativeLibrary(abi=match[1], name=match[2], alignment=min(alignments, default=0)))
     return tuple(found)
 

@@ -22,7 +22,7 @@ from edgekit.devices.local.host import COREML, coreml_options
 from edgekit.devices.process.pipes import serving
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.devices.release import Loader, Release, fetch_members, find_zig
-from edgekit.errors import DeviceError, UsageError
+from edgekit.errors import DeviceError, UsageError, reraised
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
@@ -91,20 +91,18 @@ def unpack_framework(given: Path | None, folder: Path, work: Path, progress: Pro
             raise UsageError(f"there is no folder '{given}'", hint="--framework onnxruntime.xcframework")
         if not path.is_file():
             raise DeviceError(f"'{name}' holds no {_SLICE}/onnxruntime", hint=_HINT)
-        try:
+        silent = DeviceError(f"'{name}' does not say its version", hint=_HINT)
+        with reraised((OSError, KeyError, ValueError, TypeError), silent, quote=True):
             facts = plistlib.loads((path.parent / "Info.plist").read_bytes())
             version = str(facts["CFBundleShortVersionString"])
-        except (OSError, KeyError, ValueError, TypeError) as error:
-            raise DeviceError(f"'{name}' does not say its version: {error}", hint=_HINT) from error
     numbers = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST:
         raise DeviceError(f"'{name}' is ONNX Runtime {version[:40]!r}", hint=f"{_OLDEST[0]}.{_OLDEST[1]} is the oldest")
     data = path.read_bytes()
-    try:
+    damaged = DeviceError(f"the library of '{name}' is damaged", hint=_HINT)
+    with reraised((struct.error, ValueError, IndexError), damaged, quote=True):
         found = _find_object(data)
         imports = list_imports(found)
-    except (struct.error, ValueError, IndexError) as error:
-        raise DeviceError(f"the library of '{name}' is damaged: {error}", hint=_HINT) from error
     write_file(folder / ABI / LOADER.library, found)
     return Release(
         archive=name, sha256=digest_bytes(data), version=version, providers=(COREML,), imports={ABI: imports}

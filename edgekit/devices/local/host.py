@@ -25,7 +25,7 @@ from edgekit.devices.local.arm64 import CPUS, PYTHON, find_arm64_versions, find_
 from edgekit.devices.local.runner import find_runner, host_abi
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.run import check_options, describe_job, python_program, run_program, run_python, stand_in
-from edgekit.errors import MissingExtraError, TargetError, look_up, require_known
+from edgekit.errors import MissingExtraError, TargetError, look_up, require_known, reraised
 from edgekit.evidence import Evidence
 from edgekit.machine import cache_folder
 from edgekit.model.external import skim_model
@@ -233,10 +233,9 @@ class QnnSimulator(Device, frozen=True, kw_only=True):
         first = itertools.islice(job.samples, 1)
         if empty := [name for sample in first for name, value in sample.items() if value.size == 0]:
             return refuse_run(self, f"input '{empty[0]}' has no elements, on which {QNN} aborts: drop it")
-        try:
+        unusable = MissingExtraError("the QNN provider cannot be loaded", hint=INSTALL_QNN)
+        with reraised(ImportError, unusable, quote=True):
             import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
-        except ImportError as error:
-            raise MissingExtraError(f"the QNN provider cannot be loaded: {error}", hint=INSTALL_QNN) from error
         library = str(onnxruntime_qnn.get_library_path())
         request = stand_in(job, provider=QNN, library=library, provider_options=options)
         config = dict(request.session_config)

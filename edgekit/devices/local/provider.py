@@ -19,7 +19,7 @@ from edgekit._proc import run_process
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.process.run import STANDALONE, check_options, describe_job, printable, quote_last_line, run_python
-from edgekit.errors import MissingExtraError
+from edgekit.errors import MissingExtraError, reraised
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
 from edgekit.serialize import read_own_toml, ready_type
@@ -168,11 +168,10 @@ def find_library(row: Provider) -> str:
     """
     if not row.module:
         return ""
-    try:
+    hint = f"pip install --force-reinstall {row.package}"
+    unusable = MissingExtraError(f"the wheel {row.distribution} cannot be used", hint=hint)
+    with reraised((ImportError, OSError, AttributeError), unusable, quote=True):
         return str(importlib.import_module(row.module).get_library_path())
-    except (ImportError, OSError, AttributeError) as error:
-        message = f"the wheel {row.distribution} cannot be used: {error}"
-        raise MissingExtraError(message, hint=f"pip install --force-reinstall {row.package}") from error
 
 
 def find_missing_provider(device: str, hardware: str) -> Missing | None:

@@ -19,7 +19,7 @@ import numpy as np
 from edgekit._files import read_chunks, write_new
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Count, Measured, PlacedNode, RunOptions
-from edgekit.errors import DeviceError
+from edgekit.errors import DeviceError, reraised
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 from edgekit.serialize import ready_type
 from edgekit.target import ChainedProvider
@@ -177,10 +177,9 @@ def read_tensors(path: Path, specs: Sequence[TensorSpec]) -> dict[str, Array]:
                 dtype = np.dtype(DTYPES[entry.dtype])
                 value = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
             else:
-                try:
+                wrong = _malformed(path, f"the strings of '{entry.name}' are wrong")
+                with reraised((msgspec.DecodeError, UnicodeDecodeError), wrong, quote=True):
                     value = np.array(msgspec.json.decode(data, type=ready_type(list[str])), dtype=object)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise _malformed(path, f"the strings of '{entry.name}' are wrong: {error}") from error
                 if value.size != math.prod(entry.shape):
                     raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
             tensors[entry.name] = value.reshape(entry.shape)
@@ -191,10 +190,8 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
     # Without a newline, the header is longer than allowed, or cut off.
     if not line.endswith(b"\n"):
         raise _malformed(path, "its header has no end")
-    try:
+    with reraised((msgspec.DecodeError, UnicodeDecodeError), _malformed(path, "its header is wrong"), quote=True):
         entries = _HEADER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(path, f"its header is wrong: {error}") from error
     names = [entry.name for entry in entries]
     expected = [spec.name for spec in specs]
     # Sorted lists, not sets, so that a duplicate name is noticed.

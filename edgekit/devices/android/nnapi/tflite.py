@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, Operand, OperandType, name_operation
-from edgekit.errors import DeviceError, MissingExtraError
+from edgekit.errors import DeviceError, MissingExtraError, reraised
 from edgekit.machine import spell_install
 from edgekit.model.tensors import Array
 
@@ -24,10 +24,8 @@ class ModelBuilder:
     """A TFLite model under construction: tensors for the operands of a network, and operators on them."""
 
     def __init__(self, network: Network, constants: Mapping[int, Array]) -> None:
-        try:
+        with reraised(ImportError, MissingExtraError("ai-edge-litert is not installed", hint=INSTALL_LITERT)):
             from ai_edge_litert import schema_py_generated  # noqa: PLC0415 - an optional extra
-        except ImportError as error:
-            raise MissingExtraError("ai-edge-litert is not installed", hint=INSTALL_LITERT) from error
         self.schema: Any = schema_py_generated
         self.operands = network.operands
         self.network = network
