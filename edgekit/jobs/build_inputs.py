@@ -337,7 +337,9 @@ def _calibrate(inputs: BuildInputs, job: BuildJob, work: Path) -> Calibration | 
         cache = CacheSettings(folder=job.cache.folder, digests=samples.facts.digests)
     try:
         outputs, keep = inputs.outputs, inputs.reference.keep
-        options = CalibrationOptions(work=work, cache=cache, outputs=outputs, progress=job.progress, keep=keep)
+        options = CalibrationOptions(
+            work=work, cache=cache, outputs=outputs, progress=job.progress, keep=keep, steps=inputs.state.steps
+        )
         return calibrate_for(inputs.prepared, samples.calibration, options)
     except ModelError as error:
         return error

@@ -261,6 +261,7 @@ def _open_job(
         outputs=outputs,
         progress=progress,
         keep=reference.keep,
+        steps=sequences.state.steps,
     )
     search = Search(
         model=fixed.model,

@@ -21,7 +21,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.augment import picked_values
-from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
+from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES, CalibrationOptions, calibrate_for
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
 from edgekit.quantize.graph import sessions
@@ -115,16 +115,24 @@ def test_moving_average_is_the_mean_of_the_extremes_of_each_sample(net: Model, c
     check_ranges(net, calibration, ["c2", "r1"], "moving-average")
 
 
+def check_second(rows: list[dict[str, Array]], shares: tuple[float, float], steps: int) -> None:
+    whole = [np.stack([row["x"] for row in rows[at : at + steps]]) for at in range(0, len(rows), steps)]
+    (least, low, *_), (*_, high, most) = (sorted(map(pick, whole)) for pick in (np.min, np.max))
+    assert shares == pytest.approx((low / least, high / most))
+
+
 def test_what_a_sample_adds_to_a_range_is_known_for_each_tensor(net: Model, tmp_path: Path) -> None:
     rows = [{"x": row["x"] * scale} for row, scale in zip(random_samples(net, count=9), range(1, 10), strict=True)]
     found = calibrate_model(net, make_samples(rows), work=tmp_path / "work").second_shares
-    lows, highs = (np.sort([pick(row["x"]) for row in rows]) for pick in (np.min, np.max))
-    assert found["x"] == pytest.approx((lows[1] / lows[0], highs[-2] / highs[-1]))
+    check_second(rows, found["x"], steps=1)
     # A tensor that is never negative has no lower end to lose, and one that a Relu follows is taken after it.
     low, high = found["r1"]
     assert found["c1"] == (low, high)
     assert low == 1.0
     assert 0 < high < 1
+    # The steps of one sequence are alike, so all of them are left out.
+    options = CalibrationOptions(work=tmp_path / "steps", steps=3)
+    check_second(rows, calibrate_for(net, make_samples(rows), options).second_shares["x"], steps=3)
 
 
 def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             histograms.
         second_shares: for each float activation, its lowest and highest value over all samples but the one with the
             lowest (the highest), each as a share of what it is over all samples: what that sample would find if it were
-            new.
+            new. A sequence counts as one sample.
         statistics: the folder with the data that are too large for this struct (moments of layer inputs and held-out
             samples), "" if there is none. It may be removed once all plans are applied.
         outputs: what the user stated about the outputs.
@@ -120,10 +120,10 @@ def calibrate_model(
 
 
 class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `calibrate_model`, and `keep`.
+    """The options of `calibrate_model`, `keep` and `steps`.
 
     `keep` is called with the index and the outputs of each sample that runs (not of cached ones); it must copy arrays
-    that it stores.
+    that it stores. `steps` samples in a row are one sequence.
     """
 
     work: Path
@@ -133,6 +133,7 @@ class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
     outputs: dict[str, StatedOutput] = {}
     progress: Progress = say_nothing
     keep: Callable[[int, Tensors], None] = lambda _index, _outputs: None
+    steps: int = 1
 
 
 def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Calibration:
@@ -164,6 +165,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         picked=picked_values(len(indices)) if with_histograms else 0,
         patch_samples=len(indices) if fitting else 0,
         keep=how.keep,
+        steps=how.steps,
     )
     with single_blas_thread():
         found = measure_samples(task, how.progress)

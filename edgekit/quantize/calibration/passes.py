@@ -41,7 +41,8 @@ class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure: histograms, moments and extremes of the samples at `indices`, only extremes of `others`.
 
     For held-out samples the tensors `compared` are stored. `picked` and `patch_samples` are those of `augment_graph`.
-    `keep` gets the outputs of the model for each sample that runs, by its index.
+    `keep` gets the outputs of the model for each sample that runs, by its index. `steps` samples in a row are one
+    sequence.
     """
 
     model: Model
@@ -54,6 +55,7 @@ class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
     picked: int
     patch_samples: int
     keep: Callable[[int, Tensors], None]
+    steps: int
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -129,7 +131,7 @@ def _key(task: CalibrationTask, whole: AugmentedGraph) -> str:
         "model": task.model.sha256,
         "versions": (version("edgekit-onnx"), VERSION, platform.machine()),
         "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.compared),
-        "settings": (task.picked, task.patch_samples, SUMMED_SAMPLES),
+        "settings": (task.picked, task.patch_samples, SUMMED_SAMPLES, task.steps),
         "indices": task.indices,
     }
     return digest_bytes(msgspec.json.encode(facts, order="sorted"))
@@ -225,7 +227,8 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
                 hint="give samples with the axes and sizes that the model's shapes were declared for",
             )
         task.keep(index, values)
-        run.statistics.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
+        is_held = learning and run.held_out.offer(len(run.seen), sample, values)
+        run.statistics.add(values, learn=not is_held, sequence=index // task.steps)
         run.seen[index] = digest
         del values
         yield

@@ -41,10 +41,10 @@ class ActivationStatistics:
         """Returns False if a tensor has more or fewer channels than the graph says."""
         return all(values[name].size == ends.size for name, ends in self._extremes.items() if name in values)
 
-    def add(self, values: Tensors, *, learn: bool) -> None:
-        """Adds the outputs for one sample; moments only of a sample that rounding may `learn` from."""
+    def add(self, values: Tensors, *, learn: bool, sequence: int) -> None:
+        """Adds the outputs for one sample of a sequence; moments only of a sample that rounding may `learn` from."""
         for name, ends in self._extremes.items():
-            ends.add(values.get(name))
+            ends.add(values.get(name), sequence)
         picked = {output: part for output, part in self._pick_outputs if output in values}
         for output, part in picked.items():
             self._picked.values[self._pending, self._ends[part.start] : self._ends[part.stop]] = values[output]
@@ -118,7 +118,7 @@ class ActivationStatistics:
         }
 
     def second_shares(self) -> dict[str, tuple[float, float]]:
-        """Returns how far, as shares of a tensor's lowest and highest value, all samples but the one with it reach."""
+        """Returns how far all sequences but the one with it reach, as shares of a tensor's lowest and highest value."""
         lows, highs = self._lows.second_shares(), self._highs.second_shares()
         return {name: (lows.get(name, 1.0), highs.get(name, 1.0)) for name in lows.keys() | highs.keys()}
 
@@ -164,7 +164,8 @@ class ActivationStatistics:
 class _Extremes:
     """The lowest (or highest) value of each entry over samples and the second, the same of each tensor, and their sum.
 
-    An empty tensor has infinite extremes, which do not count.
+    The second of a tensor is that of all sequences but the one with the first: the steps of one sequence are alike. An
+    empty tensor has infinite extremes, which do not count.
     """
 
     def __init__(self, parts: Sequence[tuple[TensorAxis, int]], pick: np.ufunc) -> None:
@@ -175,17 +176,20 @@ class _Extremes:
         self._second, self._drop = self._best.copy(), np.maximum if pick is np.minimum else np.minimum
         self._sums = np.zeros(len(parts))
         self._most, self._next = self._best[self._starts[:-1]], self._best[self._starts[:-1]]
+        self._sequences = np.full(len(parts), -1)
 
     @property
     def size(self) -> int:
         """The number of entries of all tensors."""
         return len(self._best)
 
-    def add(self, values: Array | None) -> None:
+    def add(self, values: Array | None, sequence: int) -> None:
         if values is not None:
             own = self._pick.reduceat(values, self._starts[:-1])
-            self._pick(self._next, self._drop(self._most, own), out=self._next)
+            is_first, is_same = self._pick(own, self._most) != self._most, self._sequences == sequence
+            self._pick(self._next, np.where(is_first, self._most, own), out=self._next, where=~is_same)
             self._pick(self._most, own, out=self._most)
+            self._sequences[is_first] = sequence
             self._pick(self._second, self._drop(self._best, values), out=self._second)
             self._pick(self._best, values, out=self._best)
             self._runs += 1
@@ -194,7 +198,7 @@ class _Extremes:
 
     def arrays(self) -> dict[str, Array]:
         best = {"best": self._best, "second": self._second, "most": self._most, "next": self._next}
-        return {"runs": self._runs, "counts": self._counts, "sums": self._sums, **best}
+        return {"runs": self._runs, "counts": self._counts, "sums": self._sums, "sequences": self._sequences, **best}
 
     def entries(self, *, second: bool = False) -> dict[TensorAxis, Array]:
         values = self._second if second else self._best
@@ -204,7 +208,7 @@ class _Extremes:
         return {name for (name, _), count in zip(self._keys, self._counts, strict=True) if count < self._runs}
 
     def second_shares(self) -> dict[str, float]:
-        """Returns, for each tensor, the second of the samples' extremes divided by the first: between 0 and 1."""
+        """Returns, for each tensor, the second of the sequences' extremes divided by the first: between 0 and 1."""
         most, second = _or_zero(self._most), _or_zero(self._next)
         shares = np.divide(second, most, out=np.ones_like(most), where=(most != 0) & np.isfinite(self._next))
         return {name: float(share) for (name, _), share in zip(self._keys, np.clip(shares, 0, 1), strict=True)}
