@@ -92,32 +92,39 @@ def _tolerance(prediction: Prediction) -> float:
 def _add_headroom(choice: "_Choice") -> Prediction | None:
     """Widens all ranges if new samples would reach beyond them; returns what these are expected to lose.
 
-    The samples of the calibration never reach beyond minmax ranges, so they lose less than new ones: `leave_out` tells
-    how much less. Ranges are widened by half a bit at a time, as long as that saves more than the coarser steps cost.
+    The samples of the calibration never reach beyond minmax ranges, so they lose less than new ones. `leave_out` tells
+    how much less, by how far all samples move (`FloatReference.compare`): the few decisions that change would tell by
+    chance. Ranges are widened by half a bit at a time, as long as that saves more than the coarser steps cost.
     """
     search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
-    graph = search.open_draft(chosen.plan).graph
+    graph, enough = search.open_draft(chosen.plan).graph, _tolerance(chosen.prediction)
 
-    def measure_unseen(plan: QuantPlan) -> Prediction:
+    def measure_unseen(plan: QuantPlan) -> tuple[Prediction, float]:
+        """Returns what new samples lose, and how much more that is than what the known ones lose now."""
+        written = plan_search.quantize_step(search, chosen.step, chosen.plan).model
         left = leave_out(plan, search.open_draft(plan).calibration)
-        return search.measure(plan_search.quantize_step(search, f"{chosen.step}, left out", left).model)
+        model = plan_search.quantize_step(search, f"{chosen.step}, left out", left).model
+        unseen = search.measure(model)
+        return unseen, search.compare(model, written) or unseen.loss() - chosen.prediction.loss()
 
-    first = unseen = attempt(HEADROOM, measure_unseen, chosen.plan) if choice.allows(HEADROOM) else None
-    least, plan, factor = chosen.prediction.loss() + _tolerance(chosen.prediction), chosen.plan, 1.0
-    while unseen is not None and unseen.loss() > least:
+    best = attempt(HEADROOM, measure_unseen, chosen.plan) if choice.allows(HEADROOM) else None
+    if best is None:
+        return None
+    (first, _), plan, factor = best, chosen.plan, 1.0
+    while best[1] > enough:
         factor *= math.sqrt(2)
         wider = msgspec.structs.replace(chosen.plan, ranges=widen_ranges(graph, chosen.plan.ranges, factor))
         found = attempt(HEADROOM, measure_unseen, wider)
-        if found is None or found.loss() > unseen.loss() - _tolerance(found):
+        if found is None or found[1] > best[1] - enough:
             break
-        plan, unseen = wider, found
+        plan, best = wider, found
     if plan == chosen.plan:
-        return unseen
+        return first
     trial = choice.add(f"{chosen.step}, ranges with headroom", lambda: plan)
     if trial is None or (choice.found.met and not trial.prediction.meets(choice.goal.max_drop)):
         return first
     choice.adopt(trial)
-    return unseen
+    return best[0]
 
 
 class _Choice:
