@@ -98,6 +98,9 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
     """
     search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
     graph, enough = search.open_draft(chosen.plan).graph, _tolerance(chosen.prediction)
+    if (drop := chosen.prediction.drop_estimate) is not None:
+        # A decibel is 12 % of the amplitude, to which drops are about proportional.
+        enough = max(enough, drop * (10 ** (relief.LEAST_GAIN_DB / 20) - 1))
 
     def measure_unseen(plan: QuantPlan) -> tuple[Prediction, float]:
         """Returns what new samples lose, and how much more that is than what the known ones lose now."""
@@ -121,7 +124,8 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
     if plan == chosen.plan:
         return first
     trial = choice.add(f"{chosen.step}, ranges with headroom", lambda: plan)
-    if trial is None or (choice.found.met and not trial.prediction.meets(choice.goal.max_drop)):
+    meets = [each.prediction.meets(choice.goal.max_drop) for each in (chosen, trial or chosen)]
+    if trial is None or meets == [True, False]:
         return first
     choice.adopt(trial)
     return best[0]
