@@ -78,10 +78,10 @@ class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """All decisions about how a model is quantized.
 
     `scheme` says whose rules place Q and DQ nodes: ONNX Runtime's for QNN, or its general ones ("ort"). `method` is the
-    range method. `ranges` holds the range of every float activation, `grids` the scales and zero points that operators
-    demand whatever the range. `factors` holds the channel factors of each equalized tensor: its producer is multiplied
-    by them, the weights of its readers are divided. `axes` holds the channel axis of each weight with a scale per
-    channel.
+    range method. `ranges` holds the range of every float activation, and of constants whose largest number only
+    multiplies zeros; `grids` the scales and zero points that operators demand whatever the range. `factors` holds the
+    channel factors of each equalized tensor: its producer is multiplied by them, the weights of its readers are
+    divided. `axes` holds the channel axis of each weight with a scale per channel.
 
     `bits` holds the bits of each weight that does not have 8: 4 or 16. In a MatMul with inputs of three dimensions,
     `block` weights of 4 bits share a scale (0: no blocks). A weight of 16 bits is the sum of two weights of 8 bits, and
@@ -268,6 +268,8 @@ def widen_ranges(graph: Graph, seen: Mapping[str, TensorRange], factor: float) -
 
     def is_bounded(name: str) -> bool:
         source = range_source(graph, name)
+        if source in graph.constants:
+            return True
         maker = graph.producers.get(folded.get(source, source))
         # A Clip that is folded into the node before it is computed by the range alone.
         return maker is not None and (maker.op_type == "Clip" or None not in known_bounds(graph, maker))

@@ -128,6 +128,28 @@ def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_pat
     assert "step" not in wide
 
 
+def test_what_only_multiplies_zeros_does_not_widen_the_range_of_a_constant(tmp_path: Path) -> None:
+    """As a layer of Keras normalizes inputs: it divides the first, which never varies, by 1e-7."""
+    text = """g (float[1,4] x) => (float[1,16] y)
+        <float[4] mean = {3, 1.5, 0.5, 5}, float[4] step = {1e7, 0.9, 2, -0.3}>
+        { c = Sub(x, mean) s = Mul(c, step) y = MatMul(s, w) }"""
+    model, rng = make_model(text, tmp_path / "m.onnx", {"w": (4, 16)}), np.random.default_rng(0)
+    columns = [np.full(64, 3), rng.integers(0, 4, 64), rng.integers(0, 2, 64), rng.integers(2, 9, 64)]
+    rows: list[Tensors] = [{"x": row[None].astype(np.float32)} for row in np.stack(columns, axis=1)]
+    least: dict[Precision, int] = {"int8": 30, "int16": 40}
+    for precision, enough in least.items():
+        work = tmp_path / precision
+        calibration, plan = plan_model(model, work, "qnn", make_samples(rows), precision=precision)
+        assert (plan.ranges["step"].low, plan.ranges["step"].high) == pytest.approx((-0.3, 2))
+        if precision == "int8":
+            plan = relieve_tensors(read_float_graph(model), plan, ("x", "c", "s"), calibration, widens=True)
+        assert sqnr_db(model, quantize_model(model, plan, calibration, work / "q.onnx").model, rows) > enough
+    # A sample in which the input varies shows what the number does.
+    changed: Tensors = {"x": rows[0]["x"] + np.array([1, 0, 0, 0], np.float32)}
+    calibration, plan = plan_model(model, tmp_path / "seen", "qnn", make_samples([*rows, changed]))
+    assert "step" not in plan.ranges
+
+
 def test_what_pads_a_tensor_in_16_bits_has_16_too(tmp_path: Path) -> None:
     # QNN's provider refuses a value of another width; one of zero is left out before (`plain-pad`).
     text = (

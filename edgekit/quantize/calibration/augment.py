@@ -1,7 +1,7 @@
 """Adds nodes that measure activations to the float graph, so ONNX Runtime returns a few numbers per tensor."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 
 import msgspec
@@ -58,13 +58,14 @@ class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     before a Softmax whose lowest unmasked value is measured too. `picks` are the tensors in the vectors of picked
     values, with the number of values. `patches` says how to read the input patches of layers from the output that is
     named PATCHES and the first layer's node: several layers, such as queries, keys and values, may share patches.
-    `channel_axes`
-    holds the channel axis of each layer's input, by node name.
+    `channel_axes` holds the channel axis of each layer's input, by node name, `factors` the tensor and the axis whose
+    channels a constant multiplies, by the constant.
     """
 
     proto: onnx.ModelProto
     extremes: tuple[TensorAxis, ...]
     channel_axes: dict[str, int | None]
+    factors: dict[str, TensorAxis]
     lows: tuple[tuple[TensorAxis, int], ...]
     highs: tuple[tuple[TensorAxis, int], ...]
     scores: tuple[float_graph.AttentionScores, ...]
@@ -94,7 +95,8 @@ def augment_graph(
     unsure = {*aliases, *unsized, *find_infinite_tensors(graph), *find_missing(graph)}
     names = [name for name in float_graph.float_activations(graph) if name not in unsure and 0 not in graph.dims(name)]
     bounds = {name: float_graph.known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
-    extremes = _list_extremes(graph, names, layers)
+    factors = dict(_find_factors(graph))
+    extremes = _list_extremes(graph, names, layers, factors.values())
     lows, highs = ([each for each in extremes if bounds.get(each[0], (None, None))[end] is None] for end in (0, 1))
     sums = tuple(name for name in names if name in graph.producers and _may_make_nan(graph, graph.producers[name]))
     measured = {name for name, _ in lows if graph.dims(name)}
@@ -117,6 +119,7 @@ def augment_graph(
     return AugmentedGraph(
         extremes=tuple(extremes),
         channel_axes={layer.node: layer.channel_axis(graph) for layer in layers},
+        factors={name: each for name, each in factors.items() if each in extremes},
         lows=tuple((each, _count_entries(graph, *each)) for each in lows),
         highs=tuple((each, _count_entries(graph, *each)) for each in highs),
         scores=tuple(scores),
@@ -146,13 +149,25 @@ def _may_make_nan(graph: Graph, node: Node) -> bool:
     return node.op_type in _NAN_OPS and (divisor is None or not (divisor.all() and np.isfinite(divisor).all()))
 
 
-def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) -> list[TensorAxis]:
-    """Returns each tensor with the channel axes that its layers use."""
+def _find_factors(graph: Graph) -> Iterator[tuple[str, TensorAxis]]:
+    """Yields each constant with one number for each channel that a Mul multiplies, with the tensor and its axis."""
+    for node in graph.nodes:
+        for name, factor in (node.input, node.input[::-1]) if node.op_type == "Mul" else ():
+            shape, numbers = graph.dims(name), graph.constant(factor)
+            if numbers is not None and name not in graph.constants and len(graph.readers(factor)) == 1:
+                axes = [axis for axis, size in enumerate(numbers.shape, len(shape) - numbers.ndim) if size > 1]
+                if len(axes) == 1 and axes[0] >= 0 and shape[axes[0]] == numbers.size:
+                    yield factor, (name, axes[0])
+
+
+def _list_extremes(
+    graph: Graph, names: Sequence[str], layers: Sequence[Layer], factors: Iterable[TensorAxis]
+) -> list[TensorAxis]:
+    """Returns each tensor with the channel axes that its layers and factors use."""
     axes: dict[str, list[int | None]] = {}
-    for layer in layers:
-        axis = layer.channel_axis(graph)
-        if axis not in axes.setdefault(layer.source, []):
-            axes[layer.source].append(axis)
+    for name, axis in (*((layer.source, layer.channel_axis(graph)) for layer in layers), *factors):
+        if axis not in axes.setdefault(name, []):
+            axes[name].append(axis)
     return [(name, axis) for name in names for axis in axes.get(name, [None])]
 
 

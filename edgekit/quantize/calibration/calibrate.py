@@ -64,7 +64,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         known: how many samples were read from a cache instead of run.
         notes: problems with a cache, and remarks if only few held-out samples judge plans, or if an output of a Sigmoid
             stays on one side of 0.5.
-        ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
+        ranges: by range method, the range of each float activation of the main graph, and of each constant whose
+            largest number only multiplies zeros. "minmax" and "moving-average"
             come from every value of every sample, except masked scores before a Softmax; the others come from
             histograms.
         second_shares: for each float activation, its lowest and highest value over all samples but the one with the
@@ -261,7 +262,22 @@ def _choose_ranges(
             if source in chosen:
                 chosen[name] = chosen[source]
         ranges[method] = {name: snap_range(chosen[name]) for name in float_activations(graph) if name in chosen}
+        ranges[method] |= _find_factor_ranges(graph, statistics)
     return ranges
+
+
+def _find_factor_ranges(graph: Graph, statistics: ActivationStatistics) -> dict[str, TensorRange]:
+    """Returns the ranges of constants that multiply channels, some of them zero in all samples, by the other ones.
+
+    A layer of Keras that normalizes its inputs divides one that never varied by 1e-7. In the steps of a range up to 1e7
+    all other numbers would be zero; what they multiply by a number cut to their range is zero all the same.
+    """
+    found: dict[str, TensorRange] = {}
+    for name, idle in statistics.idle_channels():
+        live = graph.weight(name).reshape(-1)[~idle]
+        if live.size and np.abs(live).max() < np.abs(graph.weight(name)).max():
+            found[name] = TensorRange(low=float(live.min()), high=float(live.max()))
+    return found
 
 
 def _find_second_shares(

@@ -122,6 +122,14 @@ class ActivationStatistics:
         lows, highs = self._lows.second_shares(), self._highs.second_shares()
         return {name: (lows.get(name, 1.0), highs.get(name, 1.0)) for name in lows.keys() | highs.keys()}
 
+    def idle_channels(self) -> Iterator[tuple[str, Array]]:
+        """Yields the constants that multiply channels, with which of them are zero in all samples, where any is."""
+        extremes = self._channel_extremes()
+        for name, tensor in self._augmented.factors.items():
+            idle = ~np.any(extremes[tensor], axis=0)
+            if idle.any():
+                yield name, idle
+
     def histograms(self) -> dict[str, Histogram]:
         """Returns the histogram of each tensor that values were picked from."""
         self._flush()

@@ -186,6 +186,7 @@ def relieve_tensors(
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
         tables = {name: read_constant_range(graph, name) for name in every if graph.is_float_constant(name)}
         wide = {**plan.wide, **seen, **tables, **_read_operand_ranges(graph, (*every, *seen))}
+        wide |= {name: plan.ranges[name] for name in wide.keys() & plan.ranges.keys() & graph.constants.keys()}
         if plan.scheme == "qnn":
             wide = _widen_joined(graph, wide, plan.ranges, roomy)
         return msgspec.structs.replace(plan, wide=wide)
