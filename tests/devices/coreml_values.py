@@ -71,12 +71,7 @@ def list_cases() -> Iterator[tuple[str, Given]]:
         yield kind, {"x": ROWS, "axes": [-1, 0], "keep_dims": True}
     yield "reduce_argmax", {"x": ROWS}
     yield "reduce_argmax", {"x": ROWS, "axis": 0, "keep_dims": True}
-    yield from _list_activations()
-    yield from _list_products()
-    yield from _list_moves()
-
-
-def _list_activations() -> Iterator[tuple[str, Given]]:
+    yield from _list_products_and_moves()
     yield "inverse", {"x": ABOVE}
     yield "inverse", {"x": ABOVE, "epsilon": 0.25}
     yield "sqrt", {"x": ABOVE}
@@ -94,7 +89,7 @@ def _list_activations() -> Iterator[tuple[str, Given]]:
     yield "logical_not", {"x": YES}
 
 
-def _list_products() -> Iterator[tuple[str, Given]]:
+def _list_products_and_moves() -> Iterator[tuple[str, Given]]:
     yield "matmul", {"x": ROWS, "y": np.ascontiguousarray(OTHER.T)}
     yield "matmul", {"x": ROWS, "y": OTHER, "transpose_y": True}
     yield "matmul", {"x": ROWS, "y": OTHER, "transpose_x": True}
@@ -105,9 +100,6 @@ def _list_products() -> Iterator[tuple[str, Given]]:
     yield "layer_norm", {"x": ROWS, "axes": [-1]}
     yield "layer_norm", {"x": ROWS, "axes": [-1], "gamma": ROWS[0], "beta": OTHER[0], "epsilon": 0.01}
     yield "layer_norm", {"x": IMAGE, "axes": [2, 3], "gamma": IMAGE[0, 0], "beta": IMAGE[1, 1]}
-
-
-def _list_moves() -> Iterator[tuple[str, Given]]:
     for dtype in ("fp16", "fp32", "int32", "bool"):
         yield "cast", {"x": 3 * ROWS, "dtype": dtype}
     yield "reshape", {"x": IMAGE, "shape": [2, 0, -1, 1]}

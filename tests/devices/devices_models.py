@@ -121,14 +121,10 @@ def make_job(
         for node in onnx.load(str(path)).graph.node
     )  # fmt: skip
     return Job(
-        model=path,
-        target=load_target(target) if isinstance(target, str) else target,
-        precision=precision,
-        outputs=model.outputs,
-        check=msgspec.structs.replace(UNCHECKED, node_list=nodes),
-        samples=list_samples(noise_samples() if samples is None else samples, "rows"),
-        timeout_s=timeout_s,
-    )
+        model=path, target=load_target(target) if isinstance(target, str) else target, precision=precision,
+        outputs=model.outputs, check=msgspec.structs.replace(UNCHECKED, node_list=nodes),
+        samples=list_samples(noise_samples() if samples is None else samples, "rows"), timeout_s=timeout_s,
+    )  # fmt: skip
 
 
 def noise_samples(count: int = 3) -> list[Tensors]:

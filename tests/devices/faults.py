@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     wire: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple's default, never changed
     early: bool = False
     warm: bool = False
-    prepare: Callable[[Any], None] = lambda _: None
+    prepare: Callable[[Any], object] = lambda _: None
     program: str = ""
     space_bytes: int = 512 * MIB
     returns: bool = True
@@ -56,13 +56,9 @@ def _blocked(place: str) -> Callable[[OtherMachine | Board], None]:
     return put
 
 
-def _settings(name: str, text: str) -> Callable[[Board], None]:
+def _settings(name: str, text: str) -> Callable[[Board], object]:
     """Overwrites a file of the board's keys and settings."""
-
-    def put(board: Board) -> None:
-        (board.folder / name).write_text(text)
-
-    return put
+    return lambda board: (board.folder / name).write_text(text)
 
 
 def _append_user(board: Board) -> None:
@@ -164,13 +160,8 @@ _OTHER_KEY = "* ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAcEHPVMC6VGlXn3Kl1ZTPxX9Ac4
 SSH_FAULTS = (
     *_OF_BOTH,
     # Whether it is there at all.
-    Fault(
-        "other-host-key",
-        f"{_FIRST}: Host key verification failed",
-        prepare=_settings("known_hosts", _OTHER_KEY),
-        returns=False,
-        quick=True,
-    ),
+    Fault("other-host-key", f"{_FIRST}: Host key verification failed", prepare=_settings("known_hosts", _OTHER_KEY),
+          returns=False, quick=True),
     Fault("key-not-known", f"{_FIRST}: .*Permission denied", prepare=_settings("authorized_keys", ""), returns=False),
     Fault("no-such-user", f"{_FIRST}: .*Permission denied", prepare=_append_user, returns=False),
     Fault("sshd-is-dead", f"{_FIRST}: ", prepare=lambda board: board.server.kill(), returns=False),
@@ -198,9 +189,6 @@ SSH_FAULTS = (
     Fault("run-slow", "", {"kind": "slow", "seconds": 0.01, "times": 30}),
     Fault("board-loses-all-processes", "before the first outputs: ", program="#!/bin/sh\nkill -9 -1\nsleep 9\n"),
     Fault("runner-killed", "exit code 137", program="#!/bin/sh\nkill -9 $$\n"),
-    Fault(
-        "runner-ignores-the-end",
-        "ran out of time",
-        program="#!/bin/sh\ntrap '' HUP TERM PIPE\nwhile :; do sleep 1; done\n",
-    ),
-)
+    Fault("runner-ignores-the-end", "ran out of time",
+          program="#!/bin/sh\ntrap '' HUP TERM PIPE\nwhile :; do sleep 1; done\n"),
+)  # fmt: skip

@@ -68,21 +68,17 @@ def test_installing_an_archive_unpacks_its_library_and_facts(tmp_path: Path) -> 
     found = unpack_archive(archive, tmp_path / "out", tmp_path, lambda _: None)
     assert (found.archive, found.version, found.providers) == ("a.aar", "1.29.0", (XNNPACK,))
     assert found.imports == {"x86_64": ("no_such_function",)}
-    names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
-    assert names == [
-        "classes.jar",
-        "headers/onnxruntime_c_api.h",
-        f"x86_64/{LIBRARY}",
-        "x86_64/libonnxruntime4j_jni.so",
-    ]
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
+    made = {"classes.jar", "headers/onnxruntime_c_api.h", f"x86_64/{LIBRARY}", "x86_64/libonnxruntime4j_jni.so"}
+    assert names == made
 
 
-def bad_archives(folder: Path) -> list[tuple[Path, str]]:
-    """Archives that cannot be used, and what is said of each."""
+def test_a_bad_archive_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    folder, place = tmp_path, f"jni/x86_64/{LIBRARY}"
     good = library_for_android(folder / "good" / LIBRARY).read_bytes()
     old = library_for_android(folder / "old" / LIBRARY, version="1.10.0").read_bytes()
     other = library_for_android(folder / "other" / LIBRARY, api="another").read_bytes()
-    place = f"jni/x86_64/{LIBRARY}"
     whole = archive_of(folder / "whole.aar", {place: good})
     cut = folder / "cut.aar"
     cut.write_bytes(whole.read_bytes()[:-100])
@@ -90,7 +86,7 @@ def bad_archives(folder: Path) -> list[tuple[Path, str]]:
     damaged.write_bytes(whole.read_bytes().replace(good[2000:2040], b"x" * 40))
     text = folder / "text.aar"
     text.write_text("no archive")
-    return [
+    for path, words in (
         (folder / "nothing.aar", "there is no file"),
         (text, "is no whole .aar"),
         (cut, "is no whole .aar"),
@@ -103,12 +99,7 @@ def bad_archives(folder: Path) -> list[tuple[Path, str]]:
         (archive_of(folder / "ha.aar", {place: good[:40]}), "cut off or damaged"),
         (archive_of(folder / "other.aar", {place: other}), "is no ONNX Runtime"),
         (archive_of(folder / "old.aar", {place: old}), "is ONNX Runtime 1.10.0"),
-    ]
-
-
-def test_a_bad_archive_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
-    for path, words in bad_archives(tmp_path):
+    ):
         with pytest.raises(EdgekitError, match=words) as caught:
             install_device("android", lambda _: None, library=path)
         assert "\n" not in caught.value.message

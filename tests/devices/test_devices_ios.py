@@ -31,6 +31,8 @@ from edgekit.target import load_target
 from edgekit.verify.layers.on_device import look_at_layers
 
 SLICE = "ios-arm64_x86_64-simulator/onnxruntime.framework"
+TWO_PARTITIONS = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
+SLICED = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
 
 
 @pytest.fixture
@@ -146,9 +148,8 @@ def test_the_simulator_is_refused_on_another_cpu_than_x86_64(tmp_path: Path, mon
 
 @pytest.mark.parametrize("model_format", ["MLProgram", "NeuralNetwork"])
 def test_the_provider_itself_places_the_nodes(device: IosSimulator, model_format: str, tmp_path: Path) -> None:
-    body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
     target = load_target("coreml", {"model_format": model_format})
-    seen = observe_placement(load_model(text_model(tmp_path / "m.onnx", body)), target, device)
+    seen = observe_placement(load_model(text_model(tmp_path / "m.onnx", TWO_PARTITIONS)), target, device)
     assert seen.failure is None
     assert (seen.providers["n0"], seen.providers["n1"]) == (COREML, "CPUExecutionProvider")
 
@@ -156,11 +157,8 @@ def test_the_provider_itself_places_the_nodes(device: IosSimulator, model_format
 @pytest.mark.parametrize(("ios", "taken"), [("15", False), ("16", True)])
 def test_the_target_says_the_release_of_ios(device: IosSimulator, ios: str, taken: bool, tmp_path: Path) -> None:
     """Core ML 6, which came with iOS 16, has 16-bit inputs of operators that Core ML 5 has not."""
-    body = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
-    body += " { y = Slice(x, s, e, a) }"
-    seen = observe_placement(
-        load_model(text_model(tmp_path / "m.onnx", body)), load_target("coreml", {"ios": ios}), device
-    )
+    model = load_model(text_model(tmp_path / "m.onnx", f"{SLICED} {{ y = Slice(x, s, e, a) }}"))
+    seen = observe_placement(model, load_target("coreml", {"ios": ios}), device)
     assert (seen.providers["n0"] == COREML) == taken
 
 
@@ -237,7 +235,6 @@ def test_the_providers_program_is_computed(device: IosSimulator, tmp_path: Path,
 
 
 KEY = "0123456789abcdef0123456789abcdef"
-TWO_PARTITIONS = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
 
 
 def keyed_model(path: Path, body: str = TWO_PARTITIONS) -> Model:
@@ -251,10 +248,8 @@ def keyed_model(path: Path, body: str = TWO_PARTITIONS) -> Model:
 def test_each_partition_is_a_package_that_holds_what_it_lists(tmp_path: Path) -> None:
     model = keyed_model(tmp_path / "m.onnx")
     files = write_coreml(model, load_target("coreml"), tmp_path / "out", packages=True, cache=False)
-    assert [(package.name, package.operations) for package in files.packages] == [
-        ("m.0.mlpackage", {"relu": 1}),
-        ("m.1.mlpackage", {"sigmoid": 1}),
-    ]
+    made = [(package.name, package.operations) for package in files.packages]
+    assert made == [("m.0.mlpackage", {"relu": 1}), ("m.1.mlpackage", {"sigmoid": 1})]
     assert files.cache is None
     folder = tmp_path / "out" / "m.1.mlpackage"
     items = json.loads((folder / "Manifest.json").read_text())["itemInfoEntries"].values()
@@ -286,8 +281,7 @@ def test_the_provider_uses_a_cache_that_an_app_ships(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("device")
 def test_releases_of_ios_that_partition_a_model_differently_share_no_cache(tmp_path: Path) -> None:
     """Core ML 6 of iOS 16 has 16-bit inputs that Core ML 5 has not."""
-    body = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
-    model = keyed_model(tmp_path / "m.onnx", body + " { z = Relu(x) y = Slice(z, s, e, a) }")
+    model = keyed_model(tmp_path / "m.onnx", f"{SLICED} {{ z = Relu(x) y = Slice(z, s, e, a) }}")
     with pytest.raises(DeviceError, match="other partitions of 'm' on iOS 16 than on 15") as caught:
         write_coreml(model, load_target("coreml", {"ios": "15"}), tmp_path / "out", packages=False, cache=True)
     assert caught.value.hint == "--set ios=16, or leave --cache out"

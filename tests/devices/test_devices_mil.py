@@ -217,12 +217,8 @@ def test_an_operation_computes_what_its_onnx_operator_computes(case: int, tmp_pa
     ]
     used = [name if feed.size else "" for name, feed in zip(names, feeds, strict=True)]
     kept = [value for value in inputs if value.name in used]
-    graph = helper.make_graph(
-        [helper.make_node(op, used, ["y"], **attributes)],
-        "g",
-        kept,
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
-    )
+    outputs = [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
+    graph = helper.make_graph([helper.make_node(op, used, ["y"], **attributes)], "g", kept, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
     onnx.save(model, str(tmp_path / "m.onnx"))
     session = CpuSession(tmp_path / "m.onnx", SessionSettings())
@@ -252,14 +248,8 @@ def test_the_operations_of_an_opset_compute_what_coremltools_computes() -> None:
 def test_values_that_are_too_far_apart_are_a_problem() -> None:
     row = compare("exp", "float32", (np.nextafter(coreml_values.ROWS, 9),), (coreml_values.ROWS,))
     assert (row.problem, row.ulp) == ("", 1.0)
-    assert (
-        compare("exp", "float32", (coreml_values.ROWS + np.float32(1e-5),), (coreml_values.ROWS,)).problem
-        == "too far apart"
-    )
-    assert (
-        compare("exp", "float32", (coreml_values.ROWS * np.float32(np.nan),), (coreml_values.ROWS,)).problem
-        == "too far apart"
-    )
+    for found in (coreml_values.ROWS + np.float32(1e-5), coreml_values.ROWS * np.float32(np.nan)):
+        assert compare("exp", "float32", (found,), (coreml_values.ROWS,)).problem == "too far apart"
     assert compare("shape", "float32", (np.array([1, 2]),), (np.array([1, 3]),)).problem == "too far apart"
     wrong = compare("exp", "float16", (coreml_values.ROWS[0],), (coreml_values.ROWS,))
     assert wrong.problem == "shape (8,), coremltools (3, 8)"

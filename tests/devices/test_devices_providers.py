@@ -60,14 +60,6 @@ def job(tmp_path: Path) -> Job:
     return make_job(float_conv(tmp_path / "conv.onnx"), default_target("host:cuda"))
 
 
-@pytest.fixture
-def built_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ONNX Runtime that says it was built with CUDA, as onnxruntime-gpu does, whose library is not there."""
-    monkeypatch.setattr(provider, "AVAILABLE_PROVIDERS", (CUDA, CPU_PROVIDER))
-    monkeypatch.setattr(provider, "ask_provider", ask_provider.__wrapped__)
-    monkeypatch.setattr(sys, "platform", "linux")
-
-
 def test_every_row_of_the_table_is_a_device_that_runs_its_provider() -> None:
     for name, row in PROVIDERS.items():
         assert name in DEVICES
@@ -94,8 +86,13 @@ def test_a_provider_that_is_not_there_names_what_to_install(monkeypatch: pytest.
     assert "the wheel onnxruntime-ep-nv-tensorrt-rtx-cu12 is not installed" in missing.reason
 
 
-@pytest.mark.usefixtures("built_with_cuda")
-def test_a_library_that_cuda_lacks_is_named_before_a_run(job: Job, tmp_path: Path) -> None:
+def test_a_library_that_cuda_lacks_is_named_before_a_run(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It says that it was built with CUDA, as onnxruntime-gpu does.
+    monkeypatch.setattr(provider, "AVAILABLE_PROVIDERS", (CUDA, CPU_PROVIDER))
+    monkeypatch.setattr(provider, "ask_provider", ask_provider.__wrapped__)
+    monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(DeviceError, match=r"libonnxruntime_providers_cuda\.so: cannot open") as caught:
         find_device("host:cuda", job.target).run_job(job, tmp_path)
     assert "cudnn" in caught.value.hint

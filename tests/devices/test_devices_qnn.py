@@ -28,7 +28,7 @@ from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.weight_only.blocks import quantize_blocks
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe
-from edgekit.target import Precision, Target, load_target
+from edgekit.target import Precision, load_target
 
 GRAPH = """<ir_version: 10, opset_import: ["" : 21]> g (float[1,4,ROWS,COLUMNS] x) => (float[1,4,ROWS,COLUMNS] y)
   <float xs = {0.00013}, TYPE xz = {MIDDLE}, int8[4,4,1,1] w = {90,-20,30,-40,50,60,-70,8,-127,10,11,-120,13,100,15,90},
@@ -170,12 +170,10 @@ def between_16_bits(path: Path, out: Path, *, free_scales: bool = False) -> Path
         stored = {tensor.name: tensor for tensor in graph.initializer}
         scales = numpy_helper.to_array(stored[node.input[2]]) * np.array([1.0, 0.93], np.float32)
         stored[node.input[2]].CopyFrom(numpy_helper.from_array(scales.astype(np.float32), node.input[2]))
-    middle = np.array(32768, np.uint16)
     constants: dict[str, Array] = {
-        "step_in": np.array(STEP_IN, np.float32),
-        "step_out": np.array(STEP_OUT, np.float32),
-        "middle": middle,
-    }
+        "step_in": np.array(STEP_IN, np.float32), "step_out": np.array(STEP_OUT, np.float32),
+        "middle": np.array(32768, np.uint16),
+    }  # fmt: skip
     graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
     node.input[0], node.output[0] = "xd", "yf"
     pairs = (("x", "xq", "xd", "step_in"), ("yf", "yq", "y", "step_out"))
@@ -190,14 +188,11 @@ def between_16_bits(path: Path, out: Path, *, free_scales: bool = False) -> Path
     return out
 
 
-def with_blocks(soc: str) -> Target:
+def error_in_steps(model: Path, soc: str, work: Path) -> float:
     target = load_target("qnn", {"soc_model": soc})
     options = {**target.session.provider_options, "enable_block_quant_weight_optimization": "1"}
-    return msgspec.structs.replace(target, session=msgspec.structs.replace(target.session, provider_options=options))
-
-
-def error_in_steps(model: Path, soc: str, work: Path) -> float:
-    target = with_blocks(soc)
+    session = msgspec.structs.replace(target.session, provider_options=options)
+    target = msgspec.structs.replace(target, session=session)
     device = require_device("qnn-htp-sim", target)
     rng = np.random.default_rng(1)
     samples: list[Tensors] = [{"x": rng.uniform(-3, 3, (1, 4, 64)).astype(np.float32)} for _ in range(3)]
@@ -310,41 +305,23 @@ def test_float_kernels_that_are_wrong_for_some_values_are_avoided(tmp_path: Path
 
 _PLANE = "(float[1,4,20,8] x) => (float[1,4,20,8] y)"
 FLOAT_WRONG = [
-    (
-        "gate-first",
-        f"{_PLANE} {{ [a] a = Neg(x) [h] h = HardSigmoid<alpha=0.16666667, beta=0.5>(a) [y] y = Mul(a, h) }}",
-    ),
+    ("gate-first", f"""{_PLANE}
+        {{ [a] a = Neg(x) [h] h = HardSigmoid<alpha=0.16666667, beta=0.5>(a) [y] y = Mul(a, h) }}"""),
     ("flat-softplus", f"{_PLANE} <{_WEIGHTED}> {{ c = Conv(x, w) y = Softplus(c) }}"),
-    (
-        "plain-average",
-        "(float[1,8,20,20] x) => (float[1,8,20,20] y) { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x) }",
-    ),
-    (
-        "plain-average",
-        """(float[1,8,50] x) => (float[1,8,50] y)
-        { y = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) }""",
-    ),
-    (
-        "plain-average",
-        """(float[1,2,5,4] x) => (float[1,2,5,4] y)
-        { y = AveragePool<kernel_shape=[2,4], pads=[1,2,0,1], count_include_pad=1>(x) }""",
-    ),
-    (
-        "floor-pool",
-        """(float[1,16,17,23] x) => (float[1,16,9,12] y)
-        { y = AveragePool<kernel_shape=[2,2], strides=[2,2], ceil_mode=1>(x) }""",
-    ),
-    (
-        "exact-resize",
-        """(float[1,4,33,7] x) => (float[1,4,16,3] y) <float[4] s = {1,1,0.5,0.5}>
-        { y = Resize<mode="linear">(x, , s) }""",
-    ),
-    (
-        "planar-resize",
-        '(float[1,8,4,4,4] x) => (float[1,8,8,8,8] y) <float[5] s = {1,1,2,2,2}> { y = Resize<mode="linear">(x, , s) }',
-    ),
+    ("plain-average", """(float[1,8,20,20] x) => (float[1,8,20,20] y)
+        { y = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(x) }"""),
+    ("plain-average", """(float[1,8,50] x) => (float[1,8,50] y)
+        { y = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) }"""),
+    ("plain-average", """(float[1,2,5,4] x) => (float[1,2,5,4] y)
+        { y = AveragePool<kernel_shape=[2,4], pads=[1,2,0,1], count_include_pad=1>(x) }"""),
+    ("floor-pool", """(float[1,16,17,23] x) => (float[1,16,9,12] y)
+        { y = AveragePool<kernel_shape=[2,2], strides=[2,2], ceil_mode=1>(x) }"""),
+    ("exact-resize", """(float[1,4,33,7] x) => (float[1,4,16,3] y) <float[4] s = {1,1,0.5,0.5}>
+        { y = Resize<mode="linear">(x, , s) }"""),
+    ("planar-resize", """(float[1,8,4,4,4] x) => (float[1,8,8,8,8] y) <float[5] s = {1,1,2,2,2}>
+        { y = Resize<mode="linear">(x, , s) }"""),
     ("plain-gather", "(float[6,4,1] x) => (float[3] y) <int64[3,3] i = {1,2,0,5,3,0,0,1,0}> { y = GatherND(x, i) }"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow
