@@ -25,25 +25,21 @@ def models(make_once: MakeOnce) -> tuple[Model, Model]:
 @pytest.fixture(scope="session")
 def network_build(make_once: MakeOnce) -> Path:
     """A folder with `network.onnx`, and in `out` a bundle for each of three targets with 16 golden samples."""
-    return make_once("network-build", _build_network)
 
+    def fill(folder: Path) -> None:
+        model = save_network(folder / "network.onnx")
+        np.savez(folder / "data.npz", x=np.stack([row["x"] for row in make_images(32)]))
+        np.savez(folder / "eval.npz", x=np.stack([row["x"] for row in make_images(48)])[-16:])
+        data = Data(source=str(folder / "data.npz"), evaluation=str(folder / "eval.npz"))
+        build(model.path, data, folder / "out", Recipe(targets=("cpu", "nnapi", "coreml")), verify=False)
 
-def _build_network(folder: Path) -> None:
-    model = save_network(folder / "network.onnx")
-    np.savez(folder / "data.npz", x=np.stack([row["x"] for row in make_images(32)]))
-    np.savez(folder / "eval.npz", x=np.stack([row["x"] for row in make_images(48)])[-16:])
-    data = Data(source=str(folder / "data.npz"), evaluation=str(folder / "eval.npz"))
-    build(model.path, data, folder / "out", Recipe(targets=("cpu", "nnapi", "coreml")), verify=False)
+    return make_once("network-build", fill)
 
 
 @pytest.fixture(scope="session")
 def tiny(make_once: MakeOnce) -> Bundle:
     """A bundle of a small classifier for NNAPI with six labelled golden samples; tests must not change it."""
-    return open_bundle(make_once("tiny-bundle", _make_tiny) / TINY)
-
-
-def _make_tiny(folder: Path) -> None:
-    make_bundle(folder, labels=(0, 1, 2, 3, 4, 0))
+    return open_bundle(make_once("tiny-bundle", lambda folder: make_bundle(folder, labels=(0, 1, 2, 3, 4, 0))) / TINY)
 
 
 @pytest.fixture

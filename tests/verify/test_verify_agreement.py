@@ -13,7 +13,7 @@ from verify_devices import InProcess, from_list, restate
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.data.intervals import wilson_interval
 from edgekit.jobs.build import build
-from edgekit.model.tensors import Array, Column, ListColumns, Reading, Tensors
+from edgekit.model.tensors import Array, Column, ListColumns, Reading
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Thresholds
@@ -34,14 +34,8 @@ def compare(rows: Array, got: Array, reading: Reading) -> OutputReport:
 
 
 def judge(rows: Array, got: Array, reading: Reading) -> str:
-    report = compare(rows, got, reading)
-    return (
-        "fail"
-        if weigh_output(report, LIMITS).failures
-        else "not proven"
-        if weigh_output(report, LIMITS).unproven
-        else "pass"
-    )
+    weighed = weigh_output(compare(rows, got, reading), LIMITS)
+    return "fail" if weighed.failures else "not proven" if weighed.unproven else "pass"
 
 
 def noisy(rows: Array, share: float) -> Array:
@@ -88,14 +82,10 @@ def test_a_detector_that_detects_nothing_is_not_proven(scale: float, tmp_path: P
     opened = open_bundle(tmp_path / "out" / "m-cpu")
     (honest,) = verify_bundle(opened, [InProcess()]).runs
     told = " ".join(honest.unproven)
-    assert (honest.verdict, "'scores' finds nothing in any of" in told) == (
-        ("pass", False) if is_seen else ("not proven", True)
-    )
-
-    def lose(rows: list[Tensors]) -> list[Tensors]:
-        return [{**row, "scores": 0 * row["scores"]} for row in rows]
-
-    (silent,) = verify_bundle(opened, [InProcess(lie=lose)]).runs
+    assert honest.verdict == ("pass" if is_seen else "not proven")
+    assert ("'scores' finds nothing in any of" in told) is not is_seen
+    losing = InProcess(lie=lambda rows: [{**row, "scores": 0 * row["scores"]} for row in rows])
+    (silent,) = verify_bundle(opened, [losing]).runs
     assert (silent.verdict == "pass") is False
 
 
@@ -221,9 +211,8 @@ def test_vectors_that_are_nearly_parallel_are_proven_by_themselves(got: Array, v
 
 def test_an_offset_that_all_samples_share_is_no_proof() -> None:
     assert judge(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1)) == "not proven"
-    (line,) = weigh_output(
-        compare(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1)), LIMITS
-    ).unproven
+    report = compare(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1))
+    (line,) = weigh_output(report, LIMITS).unproven
     assert "share of the energy" in line
     assert "samples that differ more would tell" in line
 

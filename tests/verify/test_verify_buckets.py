@@ -207,9 +207,7 @@ def test_what_no_bucket_can_hold_is_refused(
 @pytest.mark.parametrize(
     ("name", "spoil", "said"),
     [
-        *(
-            ("sized", spoil, "")
-            for spoil in (
+        *(("sized", spoil, "") for spoil in (
                 lambda it: it["buckets"]["sizes"].reverse(), lambda it: it["buckets"]["sizes"].clear(),
                 lambda it: it["buckets"]["sizes"][0].update(file="../x.onnx"),
                 lambda it: it["buckets"]["sizes"][0].update(size=0),
@@ -219,21 +217,17 @@ def test_what_no_bucket_can_hold_is_refused(
                 lambda it: it["buckets"]["padding"]["outputs"].update(t=[7]),
                 lambda it: it["buckets"]["padding"]["values"].clear(), lambda it: it["buckets"]["lengths"].pop(),
                 lambda it: it["buckets"]["lengths"].__setitem__(0, 13), lambda it: it["buckets"].update(code="x"),
-            )
-        ),
+        )),
         ("sized", lambda it: it["inputs"][0].update(dtype="string"), "fill axes"),
         ("sized", lambda it: it["files"].pop(UNPADDED), "lack 'golden/unpadded.npz'"),
         ("sized", lambda it: it.update(open_dims={"sequence": [4]}), "stand beside buckets"),
-        *(
-            ("sizeless", spoil, "open dimensions")
-            for spoil in (
+        *(("sizeless", spoil, "open dimensions") for spoil in (
                 lambda it: it["open_dims"].pop("batch"), lambda it: it["open_dims"].clear(),
                 lambda it: it["open_dims"].update(height=[1]), lambda it: it["open_dims"].update(batch=[]),
                 lambda it: it["open_dims"].update(batch=[2, 1]), lambda it: it["open_dims"].update(batch=[-1]),
                 lambda it: it["open_dims"].update(batch=list(range(99))),
                 lambda it: [each.update(shape=[1, 2]) for each in it["inputs"]],
-            )
-        ),
+        )),
         (
             "sized",
             lambda it: (
@@ -293,11 +287,10 @@ def test_small_middle_and_large_samples_are_judged_apart(sizeless: Bundle) -> No
     assert run.passed, (run.failures, run.unproven)
     assert present(run.sizes).dim == "sequence"
     assert [size.lengths for size in present(run.sizes).sizes] == [(3, 4, 1, 2), (8, 5, 6, 7), (12, 10, 9, 11)]
-
-    def lie(rows: list[Tensors]) -> list[Tensors]:
-        return [row if row["t"].shape[1] < 9 else {**row, "t": row["t"] * np.float32(1.5)} for row in rows]
-
-    (run,) = verify_bundle(sizeless, [InProcess(lie=lie)]).runs
+    by_size = InProcess(
+        lie=lambda rows: [row if row["t"].shape[1] < 9 else {**row, "t": row["t"] * np.float32(1.5)} for row in rows]
+    )
+    (run,) = verify_bundle(sizeless, [by_size]).runs
     assert {gate.subject for gate in run.gates if gate.name == "size" and gate.failures} == {"sequence=12"}
 
 

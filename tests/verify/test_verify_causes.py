@@ -116,19 +116,15 @@ def set_attribute(proto: onnx.ModelProto, name: str, value: list[int]) -> None:
     ("change", "words"),
     [
         (lambda proto: change_weights(proto, "conv2", np.zeros_like), "'w2', is 0 everywhere"),
-        (
-            lambda proto: change_weights(proto, "conv2", lambda w: w.swapaxes(0, 1)),
-            "'w2', is the reference with axes 1",
-        ),
-        (
-            lambda proto: change_weights(proto, "conv2", RNG.permutation),
-            "'w2', holds the reference's values in another",
-        ),
+        (lambda proto: change_weights(proto, "conv2", lambda w: w.swapaxes(0, 1)),
+         "'w2', is the reference with axes 1"),
+        (lambda proto: change_weights(proto, "conv2", RNG.permutation),
+         "'w2', holds the reference's values in another"),
         (lambda proto: set_attribute(proto, "pads", [2, 2, 0, 0]), "'pads' is [2, 2, 0, 0], in the reference [1, 1, 1"),
         (lambda proto: set_attribute(proto, "dilations", [1, 1]), ""),
         (lambda proto: change_weights(proto, "conv2", np.copy), ""),
     ],
-)
+)  # fmt: skip
 def test_what_a_layer_has_otherwise_than_in_the_float_model_is_named(
     models: tuple[Model, Model], tmp_path: Path, change: Callable[[onnx.ModelProto], None], words: str
 ) -> None:
@@ -143,9 +139,8 @@ def test_what_a_layer_has_otherwise_than_in_the_float_model_is_named(
 def test_attributes_are_named_in_the_order_of_their_names(tmp_path: Path) -> None:
     node = "[lrn] y = LRN<size = 3, alpha = {}, beta = {}, bias = {}>(x)"
     text = f"(float[1,3,12,12] x) => (float[1,3,12,12] y) {{{{ {node} }}}}"
-    a, b = (
-        save_net(text.format(*values), tmp_path / f"{values[0]}.onnx") for values in ((0.5, 0.75, 1.0), (0.9, 0.5, 2.0))
-    )
+    chosen = ((0.5, 0.75, 1.0), (0.9, 0.5, 2.0))
+    a, b = (save_net(text.format(*values), tmp_path / f"{values[0]}.onnx") for values in chosen)
     (said,) = explain_layers(compare_layers(a, b, make_images()))
     names = ["alpha", "beta", "bias"]
     found = [name for name in said.split("'") if name in names]
@@ -202,9 +197,8 @@ def test_a_result_of_minus_zero_is_written_as_zero() -> None:
 def test_the_result_of_a_wrong_layer_is_described(models: tuple[Model, Model], tmp_path: Path) -> None:
     device = Altering(device=InProcess(), change=lambda proto: change_weights(proto, "conv2", np.zeros_like))
     found = find_device_layer(device, job_of(models[0]), tmp_path)
-    assert (found.layer, found.bad and found.bad.explained) == (
-        "conv2", "; its result is 0 everywhere: look for weights or inputs of zero"
-    )  # fmt: skip
+    said = "; its result is 0 everywhere: look for weights or inputs of zero"
+    assert (found.layer, found.bad and found.bad.explained) == ("conv2", said)
 
 
 def test_a_device_that_gives_something_else_each_time_is_told_from_a_wrong_layer(tmp_path: Path) -> None:
@@ -229,12 +223,9 @@ def honest(steps: dict[Step, Model], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def bundle_of(steps: dict[Step, Model], quantized: Model, folder: Path, *, float_model: Model | None = None) -> Bundle:
-    contents = replace(
-        make_contents(folder, model=steps["prepare"], samples=make_images(6), labels=tuple(range(6))),
-        precision="int8",
-        files={"onnx": (quantized.path,)},
-        check=check_model(quantized, load_target("nnapi")),
-    )
+    plain = make_contents(folder, model=steps["prepare"], samples=make_images(6), labels=tuple(range(6)))
+    check = check_model(quantized, load_target("nnapi"))
+    contents = replace(plain, precision="int8", files={"onnx": (quantized.path,)}, check=check)
     evidence = compare_with_float(float_model or steps["prepare"], quantized, contents.golden)
     return write_bundle(replace(contents, layers=encode_json(evidence)), folder / "bundle")
 
@@ -243,9 +234,8 @@ def test_the_loss_of_an_honest_device_is_that_of_quantization(steps: dict[Step, 
     report, known = verify_bundle(honest, [InProcess()]), KnownOutputs(room_bytes=1 << 20)
     explained = attribute_loss(honest, report, steps, {"prepare": known})
     # The float model runs once for all bundles of a build.
-    assert (
-        attribute_loss(honest, report, steps, {"prepare": known}) == explained == attribute_loss(honest, report, steps)
-    )
+    assert explained == attribute_loss(honest, report, steps, {"prepare": known})
+    assert explained == attribute_loss(honest, report, steps)
     assert known.ran == 6
     shares = {step.step: step.noise_share or 0.0 for step in explained.attribution}
     assert list(shares) == ["prepare", "quantize", "provider"]
@@ -302,9 +292,8 @@ def step(name: Step, sqnr_db: float | None, top1: float = 1.0, accuracy: float =
 def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
     shared = share_loss([step("prepare", 200.0), step("quantize", 20.0), step("convert", None), step("provider", 30.0)])
     assert [item.noise_share for item in shared] == [pytest.approx(0.0), pytest.approx(10.0), None, pytest.approx(-9.0)]
-    shared = share_loss(
-        [step("prepare", 120.0), step("quantize", 25.0, 0.95, 0.85), step("device", 20.0, 0.9, 0.87)], 0.91
-    )
+    steps = [step("prepare", 120.0), step("quantize", 25.0, 0.95, 0.85), step("device", 20.0, 0.9, 0.87)]
+    shared = share_loss(steps, 0.91)
     assert sum(item.top1_loss or 0.0 for item in shared) == pytest.approx(0.1)
     assert sum(item.accuracy_loss or 0.0 for item in shared) == pytest.approx(0.04)
 

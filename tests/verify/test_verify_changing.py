@@ -60,14 +60,10 @@ def test_devices_give_what_the_data_asks_for(tmp_path: Path, name: str, target: 
 
 def lose_in(samples: set[int]) -> Lie:
     """Loses a detection in these samples, which run in the order 0, 4, 2, 1, 5, 3."""
-
-    def lose(rows: list[Tensors]) -> list[Tensors]:
-        return [
-            {name: value[:-1] if name != "best" and index in samples else value for name, value in row.items()}
-            for index, row in zip((0, 4, 2, 1, 5, 3), rows, strict=False)
-        ]
-
-    return lose
+    return lambda rows: [
+        {name: value[:-1] if name != "best" and index in samples else value for name, value in row.items()}
+        for index, row in zip((0, 4, 2, 1, 5, 3), rows, strict=False)
+    ]
 
 
 def test_a_detection_too_few_costs_agreement_in_shape(bundle: Bundle) -> None:

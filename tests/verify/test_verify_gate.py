@@ -37,7 +37,6 @@ from edgekit.verify.task_scores import (
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
 LUCK = 0.05
-POINTS = 0.02
 
 
 def passes(hits: int, total: int, limits: Thresholds) -> bool:
@@ -61,7 +60,7 @@ def chance(total: int, share: float, limits: Thresholds) -> float:
 @pytest.mark.parametrize("total", [8, 30, 100, 300, 900])
 def test_agreement_two_points_too_low_seldom_passes_on_the_bound(least: float, total: int) -> None:
     limits = replace(BOUND, min_top1_agreement=least)
-    assert chance(total, least - POINTS, limits) <= LUCK
+    assert chance(total, least - 0.02, limits) <= LUCK
     assert chance(total, least, limits) <= LUCK
 
 
@@ -238,13 +237,12 @@ def test_the_paired_bootstrap_draws_both_sides_alike() -> None:
     assert lower == pytest.approx((-0.5, -0.5))
     assert halved is not None
     assert halved[0] < 1 - 0.5 / rows.mean() < halved[1] < 1
-    assert bootstrap_pairs(partial(weigh, rows / 20), partial(weigh, rows / 40), 50, 100)[1] == pytest.approx(
-        (0.5, 0.5)
-    )
+    half = bootstrap_pairs(partial(weigh, rows / 20), partial(weigh, rows / 40), 50, 100)[1]
+    assert half == pytest.approx((0.5, 0.5))
     assert bootstrap_pairs(partial(weigh, 0 * rows), partial(weigh, rows), 50, 100)[1] is None
     spread = bootstrap_pairs(partial(weigh, 0 * rows + 1), partial(weigh, rows), 50, 5000)[0]
-    half = 1.96 * rows.std() / 50**0.5
-    assert spread == pytest.approx((rows.mean() - 1 - half, rows.mean() - 1 + half), abs=0.04)
+    far = 1.96 * rows.std() / 50**0.5
+    assert spread == pytest.approx((rows.mean() - 1 - far, rows.mean() - 1 + far), abs=0.04)
 
 
 def test_a_difference_is_told_in_points_with_its_interval() -> None:

@@ -105,9 +105,8 @@ def test_a_metric_is_worse_beyond_half_its_interval(
         name="top1", output="y", samples=100, unit="share", higher_is_better=higher, reference=0.9, got=0.9,
         interval=interval,
     )  # fmt: skip
-    before, now = (
-        replace(report, runs=(replace(report.runs[0], task=each),)) for each in (task, replace(task, got=got))
-    )
+    runs = (replace(report.runs[0], task=each) for each in (task, replace(task, got=got)))
+    before, now = (replace(report, runs=(run,)) for run in runs)
     assert bool(find_regressions(before, now)) is worse
     without, other = (replace(now.runs[0], task=each) for each in (None, replace(task, name="top5")))
     for run in (without, other):
@@ -135,10 +134,8 @@ def test_a_metric_is_worse_beyond_half_its_interval(
 def test_an_output_is_worse_below_its_interval(
     report: VerifyReport, before: dict[str, Any], now: dict[str, Any], words: str
 ) -> None:
-    old, new = (
-        replace(report, runs=(replace(report.runs[0], outputs=outputs),))
-        for outputs in ((OutputReport(name="y", samples=6, **fields),) for fields in (before, now))
-    )
+    outputs = (OutputReport(name="y", samples=6, **fields) for fields in (before, now))
+    old, new = (replace(report, runs=(replace(report.runs[0], outputs=(each,)),)) for each in outputs)
     lines = find_regressions(old, new)
     assert len(lines) == bool(words)
     assert words in "".join(lines)

@@ -58,9 +58,8 @@ def test_an_honest_device_that_happens_to_lie_near_the_float_model_is_no_replay(
     for _ in range(1000):
         wanted = rng.normal(size=(3, classes))
         own = np.round((wanted + rng.normal(scale=0.02, size=wanted.shape)) * 20) / 20
-        accused += (
-            find_replay(make_sides(own, own + rng.choice([-0.05, 0.0, 0.0, 0.05], size=own.shape), wanted)) is not None
-        )
+        got = own + rng.choice([-0.05, 0.0, 0.0, 0.05], size=own.shape)
+        accused += find_replay(make_sides(own, got, wanted)) is not None
     assert accused <= 1
 
 
@@ -206,10 +205,8 @@ def test_a_device_may_give_the_outputs_of_a_source_that_computes_in_integers() -
     assert "to the bit" in find_unfaithful(*sides)["y"]
     assert "to the bit" in find_unfaithful(*sides, may_be_equal={"z"})["y"]
     assert find_unfaithful(*sides, may_be_equal={"y"}) == {}
-    late = rows_of([source[0], *source[:-1]])
-    assert find_unfaithful(sides[0], sides[1], late, may_be_equal={"y"}) == {
-        "y": "follows the sample before, not its own"
-    }
+    late = find_unfaithful(sides[0], sides[1], rows_of([source[0], *source[:-1]]), may_be_equal={"y"})
+    assert late == {"y": "follows the sample before, not its own"}
 
 
 @pytest.mark.parametrize("broken", [None, np.full((1, 8), np.nan), np.zeros((1, 4)), np.full((1, 8), "0")])
@@ -251,9 +248,8 @@ def test_half_precision_is_told_from_sixteen_values(values: int, count: int, exa
     assert bool(find_half_values(rows_of(wanted), rows_of(found))) is told
     assert not find_half_values(rows_of(halves(wanted)), rows_of(halves(wanted)))
     mixed = halves(wanted[1:]) + wanted[:1]
-    assert bool(find_half_values(rows_of(mixed), rows_of(halves(mixed)))) is (
-        values * min(count, 8) >= 16 and count < 9
-    )
+    is_enough = values * min(count, 8) >= 16 and count < 9
+    assert bool(find_half_values(rows_of(mixed), rows_of(halves(mixed)))) is is_enough
     assert not find_half_values(rows_of(wanted), rows_of([row.astype(np.float64) for row in halves(wanted)]))
 
 

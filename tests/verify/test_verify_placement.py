@@ -82,15 +82,10 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.mark.parametrize(
     ("device", "target", "change", "lost", "names"),
     [
-        (
-            "android:x86_64", "xnnpack", lambda proto: compute_weights(proto, "conv2"),
-            "2 of the 10 nodes that XnnpackExecutionProvider",
-            "'conv2', 'relu2'",
-        ),
-        (
-            "qnn-htp-sim", "qnn", replace_relus, "3 of the 12 nodes that QNNExecutionProvider",
-            "'relu1', 'relu2', 'relu3'",
-        ),
+        ("android:x86_64", "xnnpack", lambda proto: compute_weights(proto, "conv2"),
+         "2 of the 10 nodes that XnnpackExecutionProvider", "'conv2', 'relu2'"),
+        ("qnn-htp-sim", "qnn", replace_relus,
+         "3 of the 12 nodes that QNNExecutionProvider", "'relu1', 'relu2', 'relu3'"),
     ],
 )  # fmt: skip
 def test_layers_that_fall_back_fail_the_run(
@@ -129,16 +124,9 @@ def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> R
     ops = {node.name: node.op for node in read_check(bundle).node_list}
 
     def retell(job: Job, _run: DeviceRun) -> dict[str, Any]:
-        nodes = tuple(
-            PlacedNode(
-                name=renamed if name in lost and renamed else name,
-                op=op if name in lost and renamed else own,
-                domain="",
-                provider=CPU_PROVIDER if name in lost else job.target.provider,
-            )
-            for name, own in ops.items()
-        )
-        return {"placement": nodes}
+        nodes = [PlacedNode(name=name, op=own, domain="", provider=job.target.provider) for name, own in ops.items()]
+        moved = {"provider": CPU_PROVIDER} | ({"name": renamed, "op": op} if renamed else {})
+        return {"placement": tuple(replace(node, **moved) if node.name in lost else node for node in nodes)}
 
     return verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE, retell=retell)]).runs[0]
 

@@ -149,9 +149,8 @@ def test_the_run_of_one_device_is_exported(bundle: Bundle, tmp_path: Path) -> No
 
 
 def test_the_command_verify_judges_an_imported_run(bundle: Bundle, exported: Path, shown: Shown) -> None:
-    assert "as claimed: nobody signed it" in " ".join(
-        shown(["verify", str(bundle.folder), "--import", str(exported)]).split()
-    )
+    told = shown(["verify", str(bundle.folder), "--import", str(exported)])
+    assert "as claimed: nobody signed it" in " ".join(told.split())
 
 
 def test_a_recorded_run_of_a_model_with_state_holds_its_steps(stepped: Bundle, tmp_path: Path) -> None:
@@ -165,12 +164,9 @@ def test_a_recorded_run_of_a_model_with_state_holds_its_steps(stepped: Bundle, t
         (run,) = judge(stepped, path).runs
         return " ".join(run.failures)
 
-    assert "15 of 16 steps" in judge_state(alter(path, tmp_path / "fewer.run", {"turns": 15}, cut_last(path)))
+    # The outputs of a run without the last.
+    rest = path.read_bytes().split(b"\n", 2)[2]
+    fewer = alter(path, tmp_path / "fewer.run", {"turns": 15}, rest[: rest.rindex(b"[{")])
+    assert "15 of 16 steps" in judge_state(fewer)
     spoiled = alter(path, tmp_path / "other.run", {"turns_sha256": "0" * 64})
     assert "has turns with another digest than it claims" in judge_state(spoiled)
-
-
-def cut_last(path: Path) -> bytes:
-    """Returns the outputs of a run without the last."""
-    rest = path.read_bytes().split(b"\n", 2)[2]
-    return rest[: rest.rindex(b"[{")]

@@ -25,14 +25,6 @@ Lie = Callable[[list[Tensors]], list[Tensors]]
 Retell = Callable[[Job, DeviceRun], dict[str, Any]]
 
 
-def tell_truth(outputs: list[Tensors]) -> list[Tensors]:
-    return outputs
-
-
-def retell_nothing(_job: Job, _run: DeviceRun) -> dict[str, Any]:
-    return {}
-
-
 class InProcess(Device, frozen=True, kw_only=True):
     """Runs the model in this process, reports each node at its predicted place, and passes the outputs through `lie`.
 
@@ -42,8 +34,8 @@ class InProcess(Device, frozen=True, kw_only=True):
 
     name: str = "emulated"
     evidence: Evidence = Evidence.SAME_EP
-    lie: Lie = tell_truth
-    retell: Retell = retell_nothing
+    lie: Lie = lambda outputs: outputs
+    retell: Retell = lambda _job, _run: {}
     provider: str | None = None
     missing: Missing | None = None
     failure: str | None = None
@@ -64,22 +56,12 @@ class InProcess(Device, frozen=True, kw_only=True):
             times.append(1000.0 * (time.perf_counter() - begun))
             if job.on_outputs is not None:
                 job.on_outputs(truths[-1])
-        outputs = self.lie(truths)
-        nodes = self.report_placement(job)
         run = DeviceRun(
-            device=self.name,
-            evidence=self.evidence,
-            outputs=from_list(outputs),
-            placement=nodes,
-            placement_source="session",
-            load_ms=1.0,
-            latency_ms=self.times or tuple(times),
-            peak_rss_bytes=1,
-            versions={"onnxruntime": "1.31.1"},
-            failure=self.failure,
-            crashed=self.crashed,
-            stopped_early=self.stopped_early,
-        )
+            device=self.name, evidence=self.evidence, outputs=from_list(self.lie(truths)),
+            placement=self.report_placement(job), placement_source="session", load_ms=1.0,
+            latency_ms=self.times or tuple(times), peak_rss_bytes=1, versions={"onnxruntime": "1.31.1"},
+            failure=self.failure, crashed=self.crashed, stopped_early=self.stopped_early,
+        )  # fmt: skip
         return replace(run, **self.retell(job, run))
 
     def report_placement(self, job: Job) -> tuple[PlacedNode, ...]:
@@ -88,13 +70,11 @@ class InProcess(Device, frozen=True, kw_only=True):
             return tuple(PlacedNode(name=f"n{i}", op="Relu", domain="", provider=provider) for i in range(self.nodes))
         return tuple(
             PlacedNode(
-                name=node.name,
-                op=node.op,
-                domain=node.domain,
+                name=node.name, op=node.op, domain=node.domain,
                 provider=provider if self.provider or node.taken else CPU_PROVIDER,
             )
             for node in job.check.node_list
-        )
+        )  # fmt: skip
 
 
 def turning(inner: Device, layer: str) -> Altering:
