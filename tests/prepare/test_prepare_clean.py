@@ -585,11 +585,7 @@ def test_a_half_model_with_float_inputs_is_folded_too(tmp_path: Path) -> None:
         z = Cast<to = 1>(c)  a = Shape(p)  b = Slice(a, zero, two, zero)  d = Shape(h)  e = Slice(d, two, four, zero)
         s = Concat<axis = 0>(b, e)  r = Resize(z, , , s)  i = Cast<to = 10>(r)  g = Cast<to = 10>(f)
         m = Mul(i, g)  y = Cast<to = 1>(m) }"""
-
-    def state_shapes(proto: onnx.ModelProto) -> None:
-        proto.CopyFrom(onnx.shape_inference.infer_shapes(proto))
-
-    model, prepared = prepare(text, tmp_path, edit=state_shapes)
+    model, prepared = prepare(text, tmp_path, edit=lambda it: it.CopyFrom(onnx.shape_inference.infer_shapes(it)))
     kept = ["Cast", "MaxPool", "Conv", "Cast", "Resize", "Cast", "Mul", "Cast"]
     assert op_names(prepared.path) == kept
     assert op_names(show_model(model, tmp_path / "shown.onnx").path) == kept

@@ -200,6 +200,14 @@ CONVOLUTION = """g (float[1,6,8,1] x) => (float[1,8,8,1] y) { o, t, p = DynamicQ
     a = ConvInteger(o, q, p, z) e = Cast<to = 1>(a) b = Mul(t, s) y = Mul(e, b) }"""
 
 
+def assert_becomes_float(model: Model, x: Array, folder: Path) -> list[str]:
+    """Asserts that a model becomes one that gives nearly the same for an input; returns the operators of that."""
+    made = dequantize_model(model, folder / "f.onnx")
+    found, rounded = (run_model(each.path, {"x": x})["y"] for each in (made, model))
+    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
+    return [node.op_type for node in onnx.load(str(made.path)).graph.node]
+
+
 @pytest.mark.parametrize(
     ("text", "weight", "scale", "zero"),
     [
@@ -222,12 +230,8 @@ def test_weights_with_a_scale_for_each_channel_or_block_become_float(
     # An absent zero point may be written as an empty name.
     edit = (lambda proto: proto.graph.node[0].input.append("")) if len(weight) < 3 and not zero else None
     model = make_model(text, tmp_path / "q.onnx", opset=21, weights=weights, edit=edit)
-    made = dequantize_model(model, tmp_path / "f.onnx")
-    assert {node.op_type for node in onnx.load(str(made.path)).graph.node} <= FLOAT
     shape = (6, 8) if len(weight) < 3 else (1, 6, 8, 1)
-    inputs = {"x": rng.normal(size=shape).astype(np.float32)}
-    found, rounded = (run_model(path, inputs)["y"] for path in (made.path, model.path))
-    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
+    assert {*assert_becomes_float(model, rng.normal(size=shape).astype(np.float32), tmp_path)} <= FLOAT
 
 
 @pytest.mark.parametrize(
@@ -259,11 +263,8 @@ def test_a_convolution_keeps_the_bias_that_was_added_as_integers(tmp_path: Path)
         "vz": np.array(128, np.uint8), "bias": rng.normal(size=4).astype(np.float32), "shape": np.array([1, 4, 1, 1]),
     }  # fmt: skip
     dynamic = make_model(body, tmp_path / "q.onnx", weights=weights)
-    made = dequantize_model(dynamic, tmp_path / "f.onnx")
-    assert [node.op_type for node in onnx.load(str(made.path)).graph.node] == ["Conv"]
-    inputs = {"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32)}
-    found, rounded = (run_model(tmp_path / name, inputs)["y"] for name in ("f.onnx", "q.onnx"))
-    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
+    x = rng.normal(size=(1, 3, 8, 8)).astype(np.float32)
+    assert assert_becomes_float(dynamic, x, tmp_path) == ["Conv"]
 
 
 # int8 weights stored as uint8: every value stays, and what something else reads too is left alone.
@@ -394,16 +395,12 @@ def test_a_layer_in_integers_with_constant_scales_becomes_float(tmp_path: Path) 
         "v": rng.integers(0, 255, (8, 4)).astype(np.uint8), "vs": np.array(0.01, np.float32),
         "vz": np.array(128, np.uint8), "s": np.array(0.02, np.float32), "z": np.array(128, np.uint8),
     }  # fmt: skip
-    proto = onnx.load(str(make_model(body, tmp_path / "q.onnx", weights=weights).path))
-    proto.graph.input.extend(
-        onnx.helper.make_tensor_value_info(each.name, each.data_type, each.dims) for each in proto.graph.initializer
-    )
-    onnx.save(proto, str(tmp_path / "q.onnx"))
-    made = dequantize_model(load_model(tmp_path / "q.onnx"), tmp_path / "f.onnx")
-    assert [node.op_type for node in onnx.load(str(made.path)).graph.node] == ["MatMul"]
-    inputs = {"x": rng.uniform(-2, 2, (2, 8)).astype(np.float32)}
-    found, rounded = (run_model(tmp_path / name, inputs)["y"] for name in ("f.onnx", "q.onnx"))
-    assert np.square(found - rounded).mean() < 1e-3 * np.square(found).mean()
+    info = onnx.helper.make_tensor_value_info
+    model = make_model(
+        body, tmp_path / "q.onnx", weights=weights,
+        edit=lambda it: it.graph.input.extend(info(w.name, w.data_type, w.dims) for w in it.graph.initializer),
+    )  # fmt: skip
+    assert assert_becomes_float(model, rng.uniform(-2, 2, (2, 8)).astype(np.float32), tmp_path) == ["MatMul"]
 
 
 @pytest.mark.parametrize("made", ["q = QuantizeLinear(x, s, z)", "q, s, t = DynamicQuantizeLinear(x)"])
