@@ -117,15 +117,11 @@ def make_contents(
     """Returns the contents of a bundle, by default of the classifier and its samples."""
     model, chosen = model or save_classifier(folder / "tiny.onnx"), load_target(target)
     return Contents(
-        source=model,
-        target=chosen,
-        precision="fp32",
-        files={"onnx": (model.path,)},
+        source=model, target=chosen, precision="fp32", files={"onnx": (model.path,)},
         golden=make_golden(model, samples or make_samples(), folder / "golden", labels=labels),
-        check=check_model(model, chosen),
+        check=check_model(model, chosen), versions={"onnxruntime": "1.31.1"},
         ancestry=Ancestry(source=model.sha256, prepared=model.sha256, quantized=None, data=None),
-        versions={"onnxruntime": "1.31.1"},
-    )
+    )  # fmt: skip
 
 
 # Found before a test states a folder of its own, which goes with it.

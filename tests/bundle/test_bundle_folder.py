@@ -94,14 +94,9 @@ def _rewrite(old: bytes, new: bytes) -> Callable[[Bundle], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        pytest.param(
-            lambda b: flip_byte(b.folder / "golden/outputs.npz"),
-            r"'golden/outputs\.npz' .* was altered",
-            id="flipped byte",
-        ),
-        pytest.param(
-            lambda b: (b.folder / "manifest.json").unlink(), "'manifest.json' .* is missing", id="no manifest"
-        ),
+        pytest.param(lambda b: flip_byte(b.folder / "golden/outputs.npz"), r"'golden/outputs\.npz' .* was altered",
+                     id="flipped byte"),
+        pytest.param(lambda b: (b.folder / "manifest.json").unlink(), "'manifest.json' .* is missing", id="no list"),
         pytest.param(lambda b: (b.folder / "tiny.onnx").unlink(), "lacks the file 'tiny.onnx'", id="no model"),
         pytest.param(lambda b: (b.folder / "extra.so").touch(), "holds 'extra.so'", id="extra file"),
         pytest.param(lambda b: (b.folder / "lib").symlink_to("golden"), "holds 'lib'", id="link to a folder"),
@@ -114,7 +109,7 @@ def _rewrite(old: bytes, new: bytes) -> Callable[[Bundle], None]:
         pytest.param(_rewrite(b"{", b'{"name":' + b"[" * 100_000), "malformed", id="deep"),
         pytest.param(_rewrite(b"{", b"\xff{"), "malformed", id="no text"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_bundle_is_refused(tmp_path: Path, damage: Callable[[Bundle], None], message: str) -> None:
     bundle = make_bundle(tmp_path)
     damage(bundle)

@@ -32,10 +32,8 @@ def forge(folder: Path, manifest: Change, target: Change | None = None) -> Path:
 
 
 def set_session(key: str, value: str, *, place: str = "config") -> tuple[Change, Change]:
-    def change_manifest(said: dict[str, Any]) -> None:
-        said["session_config" if place == "config" else place][key] = value
-
-    return change_manifest, lambda told: told["session"][place].update({key: value})
+    named = "session_config" if place == "config" else place
+    return (lambda said: said[named].update({key: value})), lambda told: told["session"][place].update({key: value})
 
 
 def set_both(key: str, value: object) -> tuple[Change, Change]:
@@ -78,15 +76,11 @@ def test_options_that_use_files_are_refused(
     [
         ("nnapi", "config", "session.set_denormal_as_zero", "1"),
         ("openvino", "provider_options", "load_config", '{"CPU":{"INFERENCE_PRECISION_HINT":"f32"}}'),
-        (
-            "openvino",
-            "provider_options",
-            "load_config",
-            '{"CPU":{"NUM_STREAMS":"2","INFERENCE_NUM_THREADS":"4"},"GPU":{"PERFORMANCE_HINT":"LATENCY"}}',
-        ),
+        ("openvino", "provider_options", "load_config",
+         '{"CPU":{"NUM_STREAMS":"2","INFERENCE_NUM_THREADS":"4"},"GPU":{"PERFORMANCE_HINT":"LATENCY"}}'),
         ("tensorrt", "provider_options", "trt_engine_cache_enable", "1"),
     ],
-)
+)  # fmt: skip
 def test_known_session_options_are_accepted(tmp_path: Path, target: str, place: str, key: str, value: str) -> None:
     folder = forge(make_bundle(tmp_path, target=target).folder, *set_session(key, value, place=place))
     manifest = open_bundle(folder).manifest
@@ -94,12 +88,9 @@ def test_known_session_options_are_accepted(tmp_path: Path, target: str, place: 
 
 
 def test_options_of_a_single_platform_are_checked_too(tmp_path: Path) -> None:
-    platforms = {"android": {"provider_options": {"backend_path": "/x"}}}
-
-    def change(told: dict[str, Any]) -> None:
-        told["session"]["platforms"] = platforms
-
-    folder = forge(make_bundle(tmp_path, target="qnn").folder, lambda said: said.update(platforms=platforms), change)
+    forged = {"platforms": {"android": {"provider_options": {"backend_path": "/x"}}}}
+    folder = make_bundle(tmp_path, target="qnn").folder
+    forge(folder, lambda said: said.update(forged), lambda told: told["session"].update(forged))
     with pytest.raises(BundleError, match=r"platforms\.android"):
         open_bundle(folder)
 
@@ -211,10 +202,8 @@ def test_a_model_that_names_a_file_outside_the_bundle_is_refused(refused: Callab
     (tmp_path / "secret").write_bytes(b"of somebody else")
     folder = make_bundle(tmp_path).folder
     proto = onnx.load(str(folder / "tiny.onnx"))
-    context = onnx.helper.make_node(
-        "EPContext", ["x"], ["z"], domain="com.microsoft", embed_mode=0, ep_cache_context="../secret"
-    )
-    proto.graph.node.append(context)
+    outside: dict[str, Any] = {"domain": "com.microsoft", "embed_mode": 0, "ep_cache_context": "../secret"}
+    proto.graph.node.append(onnx.helper.make_node("EPContext", ["x"], ["z"], **outside))
     proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     onnx.save(proto, str(folder / "tiny.onnx"))
     data = (folder / "tiny.onnx").read_bytes()

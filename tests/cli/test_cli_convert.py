@@ -142,14 +142,11 @@ def test_a_format_that_a_model_of_convolutions_cannot_have_says_why(name: str, t
     assert rows["QDQ, static, per channel"]["size_bytes"] < rows["float"]["size_bytes"] / 3
 
 
-TOML = 'size = [24, 24]\ncolor = "L"\nmean = [0.5]\nstd = [0.25]\n'
-
-
 def test_prepare_changes_inputs_and_outputs_as_the_options_say(tmp_path: Path, answer: Answer) -> None:
     source = load_model(MODEL)
     name, output = source.inputs[0].name, source.outputs[0].name
     shape = [dim if isinstance(dim, int) else 1 for dim in source.inputs[0].shape or ()]
-    (tmp_path / "p.toml").write_text(TOML)
+    (tmp_path / "p.toml").write_text('size = [24, 24]\ncolor = "L"\nmean = [0.5]\nstd = [0.25]\n')
     dims = [f"--dim={dim}=1" for dim in source.inputs[0].shape or () if isinstance(dim, str)]
     report = answer([
         "prepare", str(MODEL), *dims, "--embed-preprocess", str(tmp_path / "p.toml"), "--layout", f"{name}=nhwc",

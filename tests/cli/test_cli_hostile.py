@@ -100,9 +100,6 @@ def test_malformed_headers_of_arrays_are_refused(refused: Refused, tmp_path: Pat
     refused("compare", model, model, "--data", "good.npz", "--labels", "l.npy", "--metric", "miou")
 
 
-CONVERT = ("--no-check", "--level", "disabled", "--style", "full", "--out", "c")
-
-
 def test_models_with_flipped_bits_are_refused_or_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +110,8 @@ def test_models_with_flipped_bits_are_refused_or_converted(
         flipped = bytearray(data)
         flipped[at // 8] ^= 1 << at % 8
         (tmp_path / "f.onnx").write_bytes(flipped)
-        codes.add(run_command(["convert", "f.onnx", *CONVERT]))
+        command = ["convert", "f.onnx", "--no-check", "--level", "disabled", "--style", "full", "--out", "c"]
+        codes.add(run_command(command))
     # A bit of a weight makes another model, one of a field no model.
     assert codes == {0, 2}
     assert "Traceback" not in capsys.readouterr().err

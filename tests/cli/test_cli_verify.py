@@ -278,14 +278,9 @@ def test_a_job_that_is_ended_from_outside_leaves_nothing(bundle: Path, tmp_path:
     )
     (tmp_path / "tmp").mkdir()
     arguments = ["verify", str(bundle), "--on", "host", "--reference", str(MODEL), "--data", "slow_samples:samples"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "edgekit", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(edgekit.__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    argv = [sys.executable, "-m", "edgekit", *arguments]
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(edgekit.__file__).parents[1])}
+    process = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert present(process.stdout).readline() == "reading\n"
     process.send_signal(end)
     _, said = process.communicate(timeout=30)
