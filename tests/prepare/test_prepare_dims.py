@@ -372,18 +372,12 @@ HEADS = """g (float[2] x, int64 k, string s) => (float[2] y, float[2] z, string 
     { y = Abs(x)  c = Cast<to = 1>(k)  n = Neg(x)  z = Mul(n, c)  t = Identity(s) }"""
 
 
-def test_outputs_are_left_out_with_what_made_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("outputs", "ops"), [(["y"], ["Abs"]), (["y", "n"], ["Abs", "Neg"])])
+def test_outputs_are_left_out_or_taken_from_inside(outputs: list[str], ops: list[str], tmp_path: Path) -> None:
     model = make_model(HEADS, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx", {}, outputs=["y"])
-    assert [spec.name for spec in prepared.outputs] == ["y"]
-    assert op_names(prepared.path) == ["Abs"]
-
-
-def test_a_value_inside_the_graph_becomes_an_output(tmp_path: Path) -> None:
-    model = make_model(HEADS, tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "out.onnx", {}, outputs=["n", "y"])
-    assert [*map(str, prepared.outputs)] == ["y: float32[2]", "n: float32[2]"]
-    assert op_names(prepared.path) == ["Abs", "Neg"]
+    prepared = prepare_model(model, tmp_path / "out.onnx", {}, outputs=outputs[::-1])
+    assert [*map(str, prepared.outputs)] == [f"{name}: float32[2]" for name in outputs]
+    assert op_names(prepared.path) == ops
 
 
 SPECTRUM = """g (float[N,4] x, float[4] gain) => (float[N,2] y)
