@@ -136,11 +136,8 @@ HOSTILE = 'a"; System.exit(1) // ${b} \\(c)\n\u2028é\x00'
 @pytest.mark.parametrize("target", target_names())
 def test_every_key_and_option_of_the_manifest_is_set(tmp_path: Path, target: str) -> None:
     bundle = make_bundle(tmp_path, target=target)
-    code = "".join(
-        path.read_text()
-        for path in sorted((bundle.folder / "app").iterdir())
-        if path.suffix in {".h", ".kt", ".py", ".swift"}
-    )
+    sources = [path for path in (bundle.folder / "app").iterdir() if path.suffix in {".h", ".kt", ".py", ".swift"}]
+    code = "".join(path.read_text() for path in sources)
     entries = {**bundle.manifest.session_config, **bundle.manifest.provider_options}
     words = (bundle.manifest.model_file, *entries, *entries.values())
     assert [word for word in words if json.dumps(word) not in code and quote_cpp(word) not in code] == []

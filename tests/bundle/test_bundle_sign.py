@@ -68,11 +68,8 @@ def test_openssl_checks_the_signature(signed: Path, public: Path, tmp_path: Path
     (tmp_path / "raw").write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
     argv = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin", "-in", str(tmp_path / "pae")]
     assert run_process([*argv, "-sigfile", str(tmp_path / "raw")], timeout_s=60).succeeded
-    (tmp_path / "der").write_bytes(
-        serialization.load_pem_public_key(public.read_bytes()).public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-    )
+    key, form = serialization.load_pem_public_key(public.read_bytes()), serialization.PublicFormat.SubjectPublicKeyInfo
+    (tmp_path / "der").write_bytes(key.public_bytes(serialization.Encoding.DER, form))
     assert envelope["signatures"][0]["keyid"] == digest_file(tmp_path / "der")
 
 

@@ -207,10 +207,7 @@ def test_risks_fatal_nodes_and_disagreements_are_shown() -> None:
         "fatal: Conv 'a' and 1 more make the session fail or its results wrong",
         "fatal: Gemm 'b' makes the session fail or its results wrong",
     ]
-    assert remark(report) == [
-        "fatal: Conv 'bad' makes the session fail or its results wrong",
-        "risk: it may fail",
-    ]
+    assert remark(report) == ["fatal: Conv 'bad' makes the session fail or its results wrong", "risk: it may fail"]
     told = remark(report, t=_observed(failure="out of memory"))
     assert "observed on d: no session: out of memory" in told
     assert any("was predicted taken, and is not" in line for line in told)

@@ -28,11 +28,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def test_the_bundle_opens_and_tests_what_has_a_fixed_shape(bundle: Bundle) -> None:
     opened = open_bundle(bundle.folder)
-    assert {tensor.name: tensor.shape for tensor in opened.manifest.outputs} == {
-        "found": (None, 4),
-        "kept": (None, 3),
-        "best": (1, 2),
-    }
+    shapes = {tensor.name: tensor.shape for tensor in opened.manifest.outputs}
+    assert shapes == {"found": (None, 4), "kept": (None, 3), "best": (1, 2)}
     assert set(opened.manifest.golden.tolerance) == {"best"}
     assert [row.keys() for row in read_rows(bundle.folder / "golden" / "expected.npz")] == [{"best"}] * 3
     assert "[depends on the data, 4]" in (bundle.folder / "README.md").read_text()
@@ -47,11 +44,8 @@ def test_devices_give_what_the_data_asks_for(tmp_path: Path, name: str, target: 
     (run,) = verify_bundle(make_detector_bundle(tmp_path, target), [device], layers=True).runs
     outputs = {output.name: output for output in run.outputs}
     assert run.failure is None
-    assert {name: (output.samples, output.shape_agreement) for name, output in outputs.items()} == {
-        "found": (6, 1.0),
-        "kept": (6, 1.0),
-        "best": (6, None),
-    }
+    figures = {name: (output.samples, output.shape_agreement) for name, output in outputs.items()}
+    assert figures == {"found": (6, 1.0), "kept": (6, 1.0), "best": (6, None)}
     assert outputs["kept"].exact_match == 1.0
     assert (outputs["found"].sqnr_db or 0.0) > 100.0
     assert not [line for line in run.failures if "output" in line]
