@@ -286,12 +286,14 @@ def leave_out(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
     Each end of a range is reduced to what the other samples reach. Run over the samples of the calibration, the plan
     loses what the original plan loses over new samples: a leave-one-out cross-validation with one model, in place of
     one for each sample. For the other samples the steps are finer than in the original plan, and no value is clipped.
+    An end stays as it is where it leaves so much room that even without that sample it would reach beyond its extreme.
     """
     exact = calibration.ranges["minmax"]
 
     def reduce(end: float, whole: float, share: float) -> float:
+        filled = whole / end if end else 0.0
         # A range method may clip more than the extreme sample does.
-        return end * min(1.0, share * max(1.0, whole / end)) if end and whole / end > 0 else end
+        return end * min(1.0, share * max(1.0, filled)) if filled > share else end
 
     def cut(name: str, span: TensorRange) -> TensorRange:
         low, high = calibration.second_shares.get(name, (1.0, 1.0))

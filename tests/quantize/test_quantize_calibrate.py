@@ -14,6 +14,7 @@ from tiny_models import save_net
 
 from edgekit import machine
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.data.data_check import check_samples
 from edgekit.data.samples import spread_indices
 from edgekit.errors import DataError, EdgekitError, ModelError, UsageError
 from edgekit.model.external import ArrayFile
@@ -23,7 +24,7 @@ from edgekit.quantize import Calibration, calibrate_model, plan_quantization, qu
 from edgekit.quantize.calibration.augment import picked_values
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES, CalibrationOptions, calibrate_for
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
-from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
+from edgekit.quantize.calibration.store import CacheSettings, Checkpoint, read_checkpoint, write_checkpoint
 from edgekit.quantize.graph import sessions
 from edgekit.quantize.graph.sessions import open_quantized
 from edgekit.quantize.ranges import EXACT, RANGE_METHODS
@@ -133,6 +134,39 @@ def test_what_a_sample_adds_to_a_range_is_known_for_each_tensor(net: Model, tmp_
     # The steps of one sequence are alike, so all of them are left out.
     options = CalibrationOptions(work=tmp_path / "steps", steps=3)
     check_second(rows, calibrate_for(net, make_samples(rows), options).second_shares["x"], steps=3)
+
+
+@pytest.mark.parametrize(
+    ("ends", "shares"),
+    [
+        (((-1, 4), (-2, 3), (-1, 1)), (0.5, 0.75)),
+        (((1, 4), (2, 3)), (1, 0.75)),
+        (((-4, -1), (-3, -2)), (0.75, 1)),
+        # Without the first no value is negative, and without the second none positive.
+        (((-2, -1), (1, 3)), (0, 0)),
+        (((0, 5), (0, 0)), (1, 0)),
+        (((-2, 4),), (1, 1)),
+        (((-2, 4), (-2, 4)), (1, 1)),
+    ],
+)
+def test_what_all_samples_but_one_reach_is_a_share(
+    ends: tuple[tuple[float, float], ...], shares: tuple[float, float], tmp_path: Path
+) -> None:
+    model = make_model("(float[1,2] x) => (float[1,2] y) { y = MatMul(x, w) }", tmp_path / "m.onnx", {"w": (2, 2)})
+    samples = make_samples([{"x": np.array([each], np.float32)} for each in ends])
+    assert calibrate_model(model, samples, work=tmp_path / "work").second_shares["x"] == shares
+
+
+def test_a_tensor_without_values_is_read_from_a_cache(tmp_path: Path) -> None:
+    text = """(float[1,4] x) => (float[1,4] y, float z) <float far = {100}>
+        { y = Add(x, x) c = Greater(y, far) n = NonZero(c) t = Transpose<perm=[1,0]>(n) e = GatherND(y, t)
+          f = Mul(e, e) z = ReduceSum<keepdims=0>(f) }"""
+    model = make_model(text, tmp_path / "m.onnx")
+    samples = random_samples(model)
+    cache = CacheSettings(folder=tmp_path / "cache", digests=check_samples(samples).digests)
+    first, again = (calibrate_model(model, samples, work=tmp_path / name, cache=cache) for name in ("one", "two"))
+    assert (first.known, again.known, again.notes) == (0, samples.count, first.notes)
+    assert again.second_shares == first.second_shares
 
 
 def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tmp_path: Path) -> None:

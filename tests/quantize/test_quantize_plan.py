@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from quantize_models import dequantized_constants, make_model, random_samples
 
@@ -15,7 +16,7 @@ from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_m
 from edgekit.quantize.calibration.calibrate import assume_ranges
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.mixed_precision.relief import relieve_tensors
-from edgekit.quantize.plan import draft_plan
+from edgekit.quantize.plan import draft_plan, leave_out, widen_ranges
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
@@ -289,3 +290,38 @@ def test_seven_bits_hold_two_products(net: Model, calibration: Calibration, meth
     weights = [dequantized_constants(model, tensor)[0].astype(int) for tensor in ("r1", "c2", "c3", "z")]
     assert max(abs(weight).max() for weight in weights) == 64
     assert 2 * 255 * 64 < 2**15
+
+
+@pytest.mark.parametrize(
+    ("high", "left"),
+    [
+        # Exact, three that a range method clips, and three with headroom, of which two hold all values all the same.
+        *((4.0, 1.0), (2.0, 1.0), (1.0, 1.0), (0.8, 0.8)),
+        *((8.0, 2.0), (16.0, 16.0), (20.0, 20.0), (0.0, 0.0), (-1.0, -1.0)),
+    ],
+)
+def test_a_range_is_reduced_to_what_other_samples_reach(
+    net: Model, calibration: Calibration, high: float, left: float
+) -> None:
+    plan = plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmax")
+    other, wide = TensorRange(low=-1, high=3), TensorRange(low=-8, high=high)
+    seen = calibration.ranges | {"minmax": {"x": TensorRange(low=-4, high=4), "other": other}}
+    known = msgspec.structs.replace(calibration, ranges=seen, second_shares={"x": (0.5, 0.25)})
+    plan = msgspec.structs.replace(
+        plan, ranges={"x": TensorRange(low=-4, high=high), "other": other}, wide={"x": wide, "constant": other}
+    )
+    found = leave_out(plan, known)
+    assert found.ranges == {"x": TensorRange(low=-2, high=left), "other": other}
+    assert found.wide == {"x": TensorRange(low=-8, high=left), "constant": other}
+    assert msgspec.structs.replace(found, ranges=plan.ranges, wide=plan.wide) == plan
+
+
+def test_what_an_operator_bounds_is_not_widened(tmp_path: Path) -> None:
+    text = """(float[1,4] x) => (float[1,4] y, float[1,4] z) <float a = {0}, float b = {6}>
+        { m = Mul(x, x) c = Clip(m, a, b) s = Sigmoid(x) r = Reshape(s, k) y = Add(c, r) z = Relu(y) }"""
+    model = make_model(text, tmp_path / "m.onnx", constants={"k": np.array([1, 4])})
+    graph = read_float_graph(model)
+    seen = {name: TensorRange(low=0, high=1) for name in float_activations(graph)}
+    found = widen_ranges(graph, seen, 3)
+    assert {name for name, span in found.items() if span.high == 3} == {"x", "y", "z"}
+    assert {name for name, span in found.items() if span.high == 1} == {"m", "c", "s", "r"}

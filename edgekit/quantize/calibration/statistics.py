@@ -184,7 +184,7 @@ class _Extremes:
         self._second, self._drop = self._best.copy(), np.maximum if pick is np.minimum else np.minimum
         self._sums = np.zeros(len(parts))
         self._most, self._next = self._best[self._starts[:-1]], self._best[self._starts[:-1]]
-        self._sequences = np.full(len(parts), -1)
+        self._sequences = np.zeros(len(parts), np.int64)
 
     @property
     def size(self) -> int:

@@ -102,33 +102,44 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
         # A decibel is 12 % of the amplitude, to which drops are about proportional.
         enough = max(enough, drop * (10 ** (relief.LEAST_GAIN_DB / 20) - 1))
 
-    def measure_unseen(plan: QuantPlan) -> tuple[Prediction, float]:
+    def measure_unseen(step: str, plan: QuantPlan) -> tuple[Prediction, float]:
         """Returns what new samples lose, and how much more that is than what the known ones lose now."""
-        written = plan_search.quantize_step(search, chosen.step, chosen.plan).model
         left = leave_out(plan, search.open_draft(plan).calibration)
-        model = plan_search.quantize_step(search, f"{chosen.step}, left out", left).model
+        if left == chosen.plan:
+            return chosen.prediction, 0.0
+        written = plan_search.quantize_step(search, chosen.step, chosen.plan).model
+        # Where no value is cut, this is the model of the trial.
+        model = plan_search.quantize_step(search, step if left == plan else f"{chosen.step}, left out", left).model
         unseen = search.measure(model)
         return unseen, search.compare(model, written) or unseen.loss() - chosen.prediction.loss()
 
-    best = attempt(HEADROOM, measure_unseen, chosen.plan) if choice.allows(HEADROOM) else None
-    if best is None:
+    first = attempt(HEADROOM, measure_unseen, chosen.step, chosen.plan) if choice.allows(HEADROOM) else None
+    if first is None:
         return None
-    (first, _), plan, factor = best, chosen.plan, 1.0
-    while best[1] > enough:
-        factor *= math.sqrt(2)
-        wider = msgspec.structs.replace(chosen.plan, ranges=widen_ranges(graph, chosen.plan.ranges, factor))
-        found = attempt(HEADROOM, measure_unseen, wider)
-        if found is None or found[1] > best[1] - enough:
+    # Each plan loses less on new samples than the one before.
+    tried = [(chosen.step, chosen.plan, *first)]
+    while tried[-1][-1] > enough and choice.allows(HEADROOM):
+        factor = math.sqrt(2) ** len(tried)
+        step = f"{chosen.step}, ranges {factor:.2g} times as wide"
+        plan = msgspec.structs.replace(chosen.plan, ranges=widen_ranges(graph, chosen.plan.ranges, factor))
+        found = attempt(HEADROOM, measure_unseen, step, plan)
+        # Two that are infinite are no less than each other, nor is their difference.
+        if found is None or not found[1] < tried[-1][-1] - enough:
             break
-        plan, best = wider, found
-    if plan == chosen.plan:
-        return first
-    trial = choice.add(f"{chosen.step}, ranges with headroom", lambda: plan)
-    meets = [each.prediction.meets(choice.goal.max_drop) for each in (chosen, trial or chosen)]
-    if trial is None or meets == [True, False]:
-        return first
-    choice.adopt(trial)
-    return best[0]
+        tried.append((step, plan, *found))
+    for step, plan, unseen, _ in reversed(tried[1:]):
+        trial = choice.add(step, partial(msgspec.structs.replace, plan))
+        # A goal of the user that is met stays met. New samples miss that of the default mode by more without headroom.
+        keeps = choice.goal.is_given and chosen.prediction.meets(choice.goal.max_drop)
+        if trial is None or (keeps and not trial.prediction.meets(choice.goal.max_drop)):
+            continue
+        choice.adopt(trial)
+        if search.wider is not None:
+            _try_wider(choice, adopts=False)
+        elif plan_search.loses_much(trial.prediction):
+            _advise(choice, f"new samples reach beyond these: {_ELSE}")
+        return unseen
+    return first[0]
 
 
 class _Choice:
