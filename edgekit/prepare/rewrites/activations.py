@@ -156,9 +156,10 @@ def narrow_mask(writer: Writer) -> None:
         own, other = known(_find_span(graph, read)), known(_find_span(graph, graph.producers.get(scores)))
         # Of all that is lower the sum is below the range of its Q, whatever the score is.
         least = min(end[0] for end in filter(None, ends)) - other[1]
-        if own[0] < _MASK_EXCESS * least < 0:
+        needed = max(own[1], 0) - least
+        if least < 0 and own[1] - own[0] > _MASK_EXCESS * needed:
             limits = np.iinfo(own[2])
-            scale = (max(own[1], 0) - least) / (limits.max - limits.min - 1)
+            scale = needed / (limits.max - limits.min - 1)
             zero = writer.constant("zero", limits.min + math.ceil(-least / scale), own[2])
             names = [writer.constant("scale", scale, "float32"), zero]
             narrow = writer.requantize(mask, names, read.domain, ("mask-values", "mask"))
