@@ -95,7 +95,12 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
     The samples of the calibration never reach beyond minmax ranges, so they lose less than new ones. `leave_out` tells
     how much less, by how far all samples move (`FloatReference.compare`): the few decisions that change would tell by
     chance. Ranges are widened by half a bit at a time, as long as that saves more than the coarser steps cost.
+
+    Only values get headroom. One clipped sample may have a larger error than all others together; where outputs decide,
+    it loses at most its own decision, which is less than coarser steps cost the others.
     """
+    if choice.chosen.prediction.top1_agreement is not None:
+        return None
     search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
     graph, enough = search.open_draft(chosen.plan).graph, _tolerance(chosen.prediction)
     if (drop := chosen.prediction.drop_estimate) is not None:
