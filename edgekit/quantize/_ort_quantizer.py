@@ -238,11 +238,10 @@ def _options(graph: Graph, plan: QuantPlan, subject: str) -> tuple[dict[str, Any
     for name, grid in plan.grids.items():
         numbers = {"scale": np.array(grid.scale, np.float32), "zero_point": np.array(grid.zero_point, dtype)}
         overrides[name] = [{"quant_type": kind, **numbers}]
-    for name in plan.ranges.keys() & graph.constants.keys():
-        overrides[name] = [{"quant_type": kind, **own_range(plan.ranges[name])}]
-    # To a graph output that a Relu or Clip reads too ORT would give the range after the Relu or Clip.
+    # ORT would give a constant the range of all its values, and a graph output that a Relu or Clip reads too the range
+    # after the Relu or Clip.
     clamped = {node.input[0] for node in proto.graph.node if node.op_type in {"Relu", "Clip"}}
-    for name in clamped & graph.outputs & plan.ranges.keys():
+    for name in plan.ranges.keys() & ((clamped & graph.outputs) | graph.constants.keys()):
         overrides[name] = [{"quant_type": kind, **own_range(plan.ranges[name])}]
     # ORT itself gives these the 16-bit scale that QNN requires, and refuses a range in addition.
     fixed = {node.output[0] for node in proto.graph.node if node.op_type in {"Sigmoid", "Tanh"}}

@@ -18,7 +18,7 @@ from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT, Rounding
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds, range_source
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.ranges import TensorRange, snap_range
+from edgekit.quantize.ranges import TensorRange, scale_range
 from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Quantization, Target
 
@@ -274,10 +274,7 @@ def widen_ranges(graph: Graph, seen: Mapping[str, TensorRange], factor: float) -
         # A Clip that is folded into the node before it is computed by the range alone.
         return maker is not None and (maker.op_type == "Clip" or None not in known_bounds(graph, maker))
 
-    return {
-        name: span if is_bounded(name) else snap_range(TensorRange(low=factor * span.low, high=factor * span.high))
-        for name, span in seen.items()
-    }
+    return {name: span if is_bounded(name) else scale_range(span, factor) for name, span in seen.items()}
 
 
 def leave_out(plan: QuantPlan, calibration: Calibration) -> QuantPlan:

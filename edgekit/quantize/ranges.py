@@ -207,6 +207,11 @@ def snap_range(exact: TensorRange) -> TensorRange:
     return TensorRange(low=_snap(exact.low), high=_snap(exact.high))
 
 
+def scale_range(span: TensorRange, factor: float) -> TensorRange:
+    """Returns a range `factor` times as wide, with ends as those of `snap_range`."""
+    return snap_range(TensorRange(low=factor * span.low, high=factor * span.high))
+
+
 def _snap(value: float) -> float:
     mantissa, exponent = math.frexp(value)
     return float(np.clip(math.ldexp(round(mantissa * 512), exponent - 9), -_LARGEST, _LARGEST))

@@ -5,6 +5,7 @@ Image-to-image networks get headroom, since their inputs may be brighter than th
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -42,10 +43,12 @@ from edgekit.quantize.ranges import (
     HistogramCollector,
     TensorRange,
     find_nonlinearities,
+    scale_range,
     sigmoid,
     snap_range,
 )
 
+_T = TypeVar("_T")
 MEASURED_SAMPLES = 64
 """How many samples at most are measured in full, for histograms and moments, and as held-out samples.
 
@@ -251,6 +254,7 @@ def _choose_ranges(
     judged = {each.reader for each in find_compared_tensors(graph)}
     squashing = (node for node in graph.nodes if node.name in judged and None not in known_bounds(graph, node))
     answers = {node.output[0] for node in squashing}
+    factors = _find_factor_ranges(graph, statistics)
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         choose = RANGE_METHODS[method]
@@ -258,12 +262,17 @@ def _choose_ranges(
             name: its if name in answers else choose(its, histograms.get(name, empty), readers.get(name))
             for name, its in (mean if method == MOVING_AVERAGE else exact).items()
         }
-        for name, source in reversed(list(aliases.items())):
-            if source in chosen:
-                chosen[name] = chosen[source]
+        _fill_aliases(chosen, aliases)
         ranges[method] = {name: snap_range(chosen[name]) for name in float_activations(graph) if name in chosen}
-        ranges[method] |= _find_factor_ranges(graph, statistics)
+        ranges[method] |= factors
     return ranges
+
+
+def _fill_aliases(found: dict[str, _T], aliases: Mapping[str, str]) -> None:
+    """Gives each alias what was found for the tensor that it stands for, in place."""
+    for name, source in reversed(list(aliases.items())):
+        if source in found:
+            found[name] = found[source]
 
 
 def _find_factor_ranges(graph: Graph, statistics: ActivationStatistics) -> dict[str, TensorRange]:
@@ -274,8 +283,9 @@ def _find_factor_ranges(graph: Graph, statistics: ActivationStatistics) -> dict[
     """
     found: dict[str, TensorRange] = {}
     for name, idle in statistics.idle_channels():
-        live = graph.weight(name).reshape(-1)[~idle]
-        if live.size and np.abs(live).max() < np.abs(graph.weight(name)).max():
+        numbers = graph.weight(name).reshape(-1)
+        live = numbers[~idle]
+        if live.size and np.abs(live).max() < np.abs(numbers).max():
             found[name] = TensorRange(low=float(live.min()), high=float(live.max()))
     return found
 
@@ -283,11 +293,8 @@ def _find_factor_ranges(graph: Graph, statistics: ActivationStatistics) -> dict[
 def _find_second_shares(
     graph: Graph, aliases: Mapping[str, str], statistics: ActivationStatistics
 ) -> dict[str, tuple[float, float]]:
-    shares = statistics.second_shares()
-    masked = statistics.masked()
-    for name, source in reversed(list(aliases.items())):
-        if source in shares:
-            shares[name] = shares[source]
+    shares, masked = statistics.second_shares(), statistics.masked()
+    _fill_aliases(shares, aliases)
     return {name: shares[name] for name in float_activations(graph) if name in shares and name not in masked}
 
 
@@ -320,11 +327,10 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     if not makes_images(graph, calibration.outputs) or not fed or len(missing) < len(fed):
         return calibration
     growth = max(1.0, *missing)
-
-    def widen(its: TensorRange) -> TensorRange:
-        return snap_range(TensorRange(low=its.low * growth, high=its.high * growth))
-
-    ranges = {method: {name: widen(its) for name, its in own.items()} for method, own in calibration.ranges.items()}
+    ranges = {
+        method: {name: scale_range(its, growth) for name, its in own.items()}
+        for method, own in calibration.ranges.items()
+    }
     return msgspec.structs.replace(calibration, ranges=ranges)
 
 

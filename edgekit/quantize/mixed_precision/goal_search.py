@@ -18,7 +18,7 @@ from edgekit.quantize.plan import QuantPlan, leave_out, widen_ranges
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
-HEADROOM = "ranges with headroom"
+_HEADROOM = "ranges with headroom"
 # How many tensors leave 8 bits for the advice, and the advice if no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 
@@ -118,16 +118,16 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
         unseen = search.measure(model)
         return unseen, search.compare(model, written) or unseen.loss() - chosen.prediction.loss()
 
-    first = attempt(HEADROOM, measure_unseen, chosen.step, chosen.plan) if choice.allows(HEADROOM) else None
+    first = attempt(_HEADROOM, measure_unseen, chosen.step, chosen.plan) if choice.allows(_HEADROOM) else None
     if first is None:
         return None
     # Each plan loses less on new samples than the one before.
     tried = [(chosen.step, chosen.plan, *first)]
-    while tried[-1][-1] > enough and choice.allows(HEADROOM):
+    while tried[-1][-1] > enough and choice.allows(_HEADROOM):
         factor = math.sqrt(2) ** len(tried)
         step = f"{chosen.step}, ranges {factor:.2g} times as wide"
         plan = msgspec.structs.replace(chosen.plan, ranges=widen_ranges(graph, chosen.plan.ranges, factor))
-        found = attempt(HEADROOM, measure_unseen, step, plan)
+        found = attempt(_HEADROOM, measure_unseen, step, plan)
         # Two that are infinite are no less than each other, nor is their difference.
         if found is None or not found[1] < tried[-1][-1] - enough:
             break
