@@ -25,7 +25,6 @@ class Phone(msgspec.Struct, frozen=True, kw_only=True):
     htp: int
     soc_model: int
     fp16: bool
-    weight_sharing: bool
 
 
 class _PhoneList(msgspec.Struct, frozen=True, kw_only=True):

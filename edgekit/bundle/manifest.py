@@ -21,7 +21,7 @@ from edgekit.machine import count_cores
 from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import ListColumns, Reading, Tensors, TensorSpec
 from edgekit.recipe import Licence
-from edgekit.serialize import clean_schema, ready_type
+from edgekit.serialize import clean_schema, fill, ready_type
 from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification
 
 _MAX_BUCKETS = 64
@@ -219,7 +219,7 @@ class BundledTensor(TensorSpec, frozen=True, kw_only=True):
     @property
     def spec(self) -> TensorSpec:
         """Only its name, type and shape."""
-        return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
+        return fill(TensorSpec, self)
 
 
 class ChosenSample(Strict, frozen=True, kw_only=True):

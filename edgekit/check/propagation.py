@@ -75,12 +75,8 @@ class _Part(msgspec.Struct, kw_only=True, eq=False):
     output: list[str]
 
 
-class _Edge(msgspec.Struct, frozen=True, kw_only=True):
-    """An edge of the graph: a value and the node that reads it, at input `at`; None for an output of the graph."""
-
-    value: str
-    reader: _Part | None
-    at: int = 0
+_Reader = tuple[_Part, int]
+"""A node that reads a value, and the position of that input."""
 
 
 class _Draft:
@@ -93,10 +89,10 @@ class _Draft:
             for node in graph.nodes
         ]
         self._makers = {name: part for part in self.parts for name in part.output if name}
-        self._edges: dict[str, list[_Edge]] = {}
+        self._readers: dict[str, list[_Reader]] = {}
         for part in self.parts:
             for at, name in enumerate(part.input):
-                self._edges.setdefault(name, []).append(_Edge(value=name, reader=part, at=at))
+                self._readers.setdefault(name, []).append((part, at))
         self._values: dict[str, Value] = {}
         self._taken = {*graph.values, *graph.constants, *(part.name for part in self.parts)}
 
@@ -106,34 +102,35 @@ class _Draft:
         The first reader keeps the existing DQ, unless that is also a graph output or read by a subgraph.
         """
         name = dq.output[0]
-        edges = tuple(self._edges.get(name, ()))
+        readers = tuple(self._readers.get(name, ()))
         stays = name in self._graph.outputs or name in self._graph.captured
-        for edge in edges if stays else edges[1:]:
+        for reader in readers if stays else readers[1:]:
             result = self._name(f"{name}/duplicated", self._value(name), self._value(name).dtype)
-            copy = self._add(_DQ, f"{dq.name}/duplicated", dq, dq.input, result, before=edge.reader)
-            self._redirect(edge, copy.output[0])
+            copy = self._add(_DQ, f"{dq.name}/duplicated", dq, dq.input, result, before=reader[0])
+            self._redirect(name, reader, copy.output[0])
 
     def propagate_back(self, quantizer: _Part) -> None:
         """Inserts a Q and a DQ before each element-moving operator on the path back from a Q."""
-        edge = self._edge_before(quantizer)
-        while edge is not None:
-            mover = self._makers.get(edge.value)
-            edge = self._edge_before(mover) if mover is not None and _is_moving(mover.like) else None
-            if edge is not None:
-                maker = self._makers.get(edge.value)
-                edge = None if maker is not None and maker.op == _DQ else self._insert([edge], quantizer)
+        last = quantizer
+        while self._reads_alone(last):
+            mover = self._makers.get(last.input[0])
+            if mover is None or not _is_moving(mover.like) or not self._reads_alone(mover):
+                break
+            maker = self._makers.get(mover.input[0])
+            if maker is not None and maker.op == _DQ:
+                break
+            last = self._insert(mover.input[0], [(mover, 0)], quantizer)
 
     def propagate_forward(self, quantizer: _Part) -> None:
         """Inserts a Q and DQs after each element-moving operator on the path from a DQ with one reader."""
-        first = self._edges_after(quantizer)
-        ahead = [self._moved_after(first[0])] if len(first) == 1 and first[0].reader is not None else []
+        first = self._readers_of(quantizer)
+        ahead = [reader[0] for reader in first if reader is not None and len(first) == 1]
         while ahead:
-            edges = ahead.pop()
-            # An output of the graph keeps its name, so its producer's output is renamed: the following edges are found
-            # first.
-            ahead += [follow for edge in edges if (follow := self._moved_after(edge))]
-            if edges:
-                self._insert(edges, quantizer)
+            mover = ahead.pop()
+            after = self._readers_of(mover) if _is_moving(mover.like) else []
+            if after and all(reader is None or reader[0].op != _Q for reader in after):
+                ahead += [reader[0] for reader in after if reader is not None]
+                self._insert(mover.output[0], after, quantizer)
 
     def finish(self) -> Graph:
         """Returns the graph with the added nodes."""
@@ -153,49 +150,46 @@ class _Draft:
         ]
         return index_nodes(msgspec.structs.replace(self._graph, values={**self._graph.values, **self._values}), nodes)
 
-    def _edge_before(self, part: _Part) -> _Edge | None:
-        """Returns the edge to a node's first input, or None if others read that value too or it is a graph output."""
+    def _reads_alone(self, part: _Part) -> bool:
+        """Returns True if nothing else reads a node's first input, or only other nodes do and the graph is given it."""
         name, graph = part.input[0], self._graph
         if name in self._makers:
-            is_own = len(self._edges.get(name, ())) == 1 and name not in graph.outputs
+            is_own = len(self._readers.get(name, ())) == 1 and name not in graph.outputs
         else:
             is_own = name in graph.inputs or name in graph.constants
-        return _Edge(value=name, reader=part) if is_own and name not in graph.captured else None
+        return is_own and name not in graph.captured
 
-    def _edges_after(self, part: _Part) -> list[_Edge]:
+    def _readers_of(self, part: _Part) -> list[_Reader | None]:
+        """Returns what reads a node's first output, None for an output of the graph; nothing if a subgraph reads it."""
         name = part.output[0]
-        leaving = [_Edge(value=name, reader=None)] if name in self._graph.outputs else []
-        return [] if name in self._graph.captured else [*self._edges.get(name, ()), *leaving]
+        leaving = [None] if name in self._graph.outputs else []
+        return [] if name in self._graph.captured else [*self._readers.get(name, ()), *leaving]
 
-    def _moved_after(self, edge: _Edge) -> list[_Edge]:
-        if edge.reader is None or not _is_moving(edge.reader.like):
-            return []
-        after = self._edges_after(edge.reader)
-        return [] if any(each.reader is not None and each.reader.op == _Q for each in after) else after
-
-    def _insert(self, edges: Sequence[_Edge], like: _Part) -> _Edge:
-        """Inserts a Q, and a DQ for each edge, after a value; returns the edge from the value to the Q."""
-        base, parameters = edges[0].value, like.input[1:]
-        value = self._value(base)
+    def _insert(self, base: str, readers: Sequence[_Reader | None], like: _Part) -> _Part:
+        """Inserts a Q, and a DQ for each reader (None: an output of the graph), after a value; returns the Q."""
+        value, parameters = self._value(base), like.input[1:]
         dtype = self._graph.value(like.like.input[2]).dtype if like.like.has_input(2) else "uint8"
         quantized, source = self._name(f"{base}_q_to_dq", value, dtype), base
-        if any(edge.reader is None for edge in edges):
+        if None in readers:
+            # An output of the graph keeps its name, so that of its producer changes.
             maker = self._makers.pop(base)
             source = self._name(f"{base}_pre_q", value, value.dtype)
             maker.output[maker.output.index(base)] = source
             self._makers[source] = maker
-        first = self._add(_Q, f"{base}_q", like, [source, *parameters], quantized, before=edges[0].reader)
-        for edge in edges:
-            result = base if edge.reader is None else self._name(f"{base}_post_dq", value, value.dtype)
-            self._add(_DQ, f"{base}_dq", like, [quantized, *parameters], result, before=edge.reader)
-            self._redirect(edge, result)
-        return _Edge(value=source, reader=first)
+        places = [None if reader is None else reader[0] for reader in readers]
+        first = self._add(_Q, f"{base}_q", like, [source, *parameters], quantized, before=places[0])
+        for reader, place in zip(readers, places, strict=True):
+            result = base if reader is None else self._name(f"{base}_post_dq", value, value.dtype)
+            self._add(_DQ, f"{base}_dq", like, [quantized, *parameters], result, before=place)
+            if reader is not None:
+                self._redirect(base, reader, result)
+        return first
 
-    def _redirect(self, edge: _Edge, result: str) -> None:
-        if edge.reader is not None:
-            edge.reader.input[edge.at] = result
-            self._edges[edge.value].remove(edge)
-            self._edges[result] = [_Edge(value=result, reader=edge.reader, at=edge.at)]
+    def _redirect(self, name: str, reader: _Reader, result: str) -> None:
+        part, at = reader
+        part.input[at] = result
+        self._readers[name].remove(reader)
+        self._readers[result] = [reader]
 
     def _value(self, name: str) -> Value:
         return self._values.get(name) or self._graph.value(name)
@@ -218,5 +212,5 @@ class _Draft:
         self.parts.insert(len(self.parts) if before is None else self.parts.index(before), part)
         self._makers[output] = part
         for at, each in enumerate(inputs):
-            self._edges.setdefault(each, []).append(_Edge(value=each, reader=part, at=at))
+            self._readers.setdefault(each, []).append((part, at))
         return part

@@ -48,9 +48,7 @@ class MeasuredRow(msgspec.Struct, frozen=True, array_like=True):
 class Network(msgspec.Struct, frozen=True, kw_only=True):
     """What the package states about a network."""
 
-    use_case: str
     source: str
-    resolution: str
     parameters: str
 
 

@@ -13,7 +13,7 @@ from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
 from edgekit.errors import DataError
 from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
-from edgekit.serialize import NotebookPage, ready_type, to_json
+from edgekit.serialize import NotebookPage, fill, ready_type, to_json
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport, name_first_bad
 from edgekit.verify.run_report import RunReport
@@ -163,14 +163,8 @@ class VerifyReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=Tr
 
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:
     """Returns the same facts judged by other thresholds; nothing runs again."""
-    return msgspec.structs.replace(
-        report,
-        runs=tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs),
-        min_taken_macs=thresholds.min_taken_macs,
-        max_size_bytes=thresholds.max_size_bytes,
-        max_size_share=thresholds.max_size_share,
-        needs_placement=thresholds.needs_placement,
-    )
+    runs = tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs)
+    return fill(VerifyReport, thresholds, report, runs=runs)
 
 
 def require_devices(report: VerifyReport, names: Sequence[str]) -> VerifyReport:

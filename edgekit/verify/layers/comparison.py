@@ -23,6 +23,7 @@ from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
+from edgekit.serialize import fill
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.matching import DEQUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
@@ -307,15 +308,8 @@ class _Comparison:
             rounding = None
             if moved is not None and layer.offset_steps is not None:
                 rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * size, _SIGMAS)
-            layer = msgspec.structs.replace(
-                layer,
-                arithmetic=region.arithmetic,
-                roundings=region.roundings,
-                jumps=region.jumps,
-                overflows=region.arithmetic == "half" and reach > HALF_MAX,
-                rounding_steps=rounding,
-            )
-            reports.append(layer)
+            overflows = region.arithmetic == "half" and reach > HALF_MAX
+            reports.append(fill(LayerReport, region, layer, overflows=overflows, rounding_steps=rounding))
         return tuple(reports)
 
     def _scale(self, values: Tensors, sign: int = 1) -> dict[str, Array]:
