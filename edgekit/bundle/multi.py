@@ -22,7 +22,6 @@ from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, enco
 from edgekit.bundle.sign import TestResult, sign_files
 from edgekit.errors import BundleError, OutputError, UsageError, look_up
 from edgekit.serialize import fill
-from edgekit.target import read_version
 
 INDEX = "index.json"
 PREFERENCE = (
@@ -77,13 +76,6 @@ class MultiBundle(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     digests: dict[str, str]
     attested: TestResult | None = None
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The variant that a runtime should open, and the provider to open it with."""
-
-    variant: Variant
-    provider: str
 
 
 def find_bundles(paths: Sequence[Path], *, key: Path | None = None) -> tuple[Bundle, ...]:
@@ -174,26 +166,6 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
         OutputError: `out` cannot be written.
     """
     return look_up(multi.nested, target, f"'{multi.folder}' has no variant '{target}'").extract(multi.folder, out)
-
-
-def choose_variant(
-    index: Index, *, providers: Sequence[str], system: str, version: str = "", soc: str = ""
-) -> Choice | None:
-    """Returns the variant that a runtime with these providers should open, None if none fits.
-
-    It is the first variant in the order of the index whose provider is available (the CPU's always is) and which runs
-    on this operating system, its version and its chip. If there is none, it is the variant with the shortest list of
-    fallbacks that includes the CPU, opened with the CPU provider.
-    """
-    for variant in index.variants:
-        min_version = variant.systems.get(system)
-        runs_here = min_version is not None and (not variant.socs or soc in variant.socs)
-        is_new_enough = not min_version or read_version(version) >= read_version(min_version)
-        if variant.provider in {*providers, CPU_PROVIDER} and runs_here and is_new_enough:
-            return Choice(variant=variant, provider=variant.provider)
-    general = [variant for variant in index.variants if not variant.socs and "cpu" in variant.fallback]
-    nearest = min(general, key=lambda variant: len(variant.fallback), default=None)
-    return None if nearest is None else Choice(variant=nearest, provider=CPU_PROVIDER)
 
 
 def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> tuple[Index, dict[str, Nested]]:

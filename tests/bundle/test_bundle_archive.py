@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 from bundle_models import PASSED, edit_json, make_contents
-from fixture_types import present
 
 from edgekit._files import digest_file
 from edgekit._proc import run_process
@@ -21,8 +20,6 @@ from edgekit.bundle.checks import find_clash, find_fault
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.multi import (
-    Index,
-    choose_variant,
     extract_variant,
     find_bundles,
     join_bundles,
@@ -378,32 +375,11 @@ def test_a_folder_of_other_files_is_neither_replaced_nor_opened(bundles: list[Bu
         sign_bundle(tmp_path / "other" / "file", tmp_path / "key", PASSED)
 
 
-@pytest.mark.parametrize(
-    ("providers", "system", "version", "soc", "target", "provider"),
-    [
-        (["QNN", "Nnapi"], "android", "34", "SM8750", "qnn", "QNN"),
-        (["QNN", "Xnnpack", "Nnapi"], "android", "34", "SM8650", "xnnpack", "Xnnpack"),
-        (["Nnapi"], "android", "29", "", "nnapi", "Nnapi"),
-        (["Nnapi", "Xnnpack"], "android", "28", "", "xnnpack", "Xnnpack"),
-        (["CoreML", "Xnnpack"], "ios", "17.2", "", "coreml", "CoreML"),
-        (["CoreML", "Xnnpack"], "ios", "15.9", "", "xnnpack", "Xnnpack"),
-        (["CPU"], "linux", "", "", "cpu", "CPU"),
-        ([], "windows", "", "", "cpu", "CPU"),
-    ],
-)
-def test_a_runtime_gets_the_variant_of_its_provider(
-    folder: Path, providers: list[str], system: str, version: str, soc: str, target: str, provider: str
-) -> None:
-    index = open_index(folder).index
-    names = [f"{name}ExecutionProvider" for name in providers]
-    choice = present(choose_variant(index, providers=names, system=system, version=version, soc=soc))
-    assert (choice.variant.target, choice.provider) == (target, f"{provider}ExecutionProvider")
-
-
-def test_a_runtime_without_a_bundle_of_its_own_gets_that_of_another_or_none(folder: Path) -> None:
-    index: Index = open_index(folder).index
-    others = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target != "cpu"))
-    choice = present(choose_variant(others, providers=["CPUExecutionProvider"], system="windows"))
-    assert (choice.variant.target, choice.provider) == ("xnnpack", "CPUExecutionProvider")
-    only = msgspec.structs.replace(index, variants=tuple(v for v in index.variants if v.target == "qnn"))
-    assert choose_variant(only, providers=["CPUExecutionProvider"], system="android") is None
+def test_the_index_lists_the_variants_in_the_order_to_try_and_where_each_runs(folder: Path) -> None:
+    variants = {variant.target: variant for variant in open_index(folder).index.variants}
+    assert list(variants) == ["qnn", "coreml", "xnnpack", "nnapi", "cpu"]
+    assert "SM8750" in variants["qnn"].socs
+    assert not variants["xnnpack"].socs
+    assert variants["xnnpack"].systems.keys() >= {"android", "ios"}
+    assert variants["coreml"].systems.keys() >= {"ios"}
+    assert "android" not in variants["coreml"].systems
