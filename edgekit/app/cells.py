@@ -26,7 +26,7 @@ from edgekit.jobs.group import build_group, read_group_file
 from edgekit.machine import spell_install
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, name_steps
-from edgekit.report.html import render_build
+from edgekit.report.html import render_page
 from edgekit.report.tables import headline_group
 from edgekit.report.text import describe_agreement, describe_evidence, headline_build
 from edgekit.serialize import to_json
@@ -293,7 +293,7 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: B
         bundle = msgspec.structs.replace(bundle, verify=found)
         report = msgspec.structs.replace(report, bundles=(bundle,), verified=True)
         write_file(folder / "report.json", to_json(report).encode())
-        write_file(folder / "report.html", render_build(report).encode())
+        write_file(folder / "report.html", render_page(report).encode())
     placement = bundle.placed
     facts = {
         "verdict": report.verdict,

@@ -210,7 +210,7 @@ def quantize_command(
     if html is not None:
         # Imported only if needed: the import takes as long as quantizing a small network.
         pages = importlib.import_module("edgekit.report.html")
-        write_file(html, pages.render_quantization(report).encode())
+        write_file(html, pages.render_page(report).encode())
     return Answer(report, lambda: show_lines(describe_quantization(report)), report.met is not False)
 
 

@@ -36,7 +36,7 @@ from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_metric
 from edgekit.report import text
 from edgekit.report.ci import render_junit, render_markdown
-from edgekit.report.html import Picture, draw_worst, render_comparison, render_verify
+from edgekit.report.html import Picture, draw_worst, render_page
 from edgekit.report.tables import format_bytes, format_or_dash, format_sqnr, format_times, make_table
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, diff_runs, find_last_good, list_runs, read_run, record_report
@@ -215,7 +215,7 @@ def verify_command(
         record_report(history, report)
     if junit is not None:
         write_file(junit, render_junit((report,), accept_unproven=accept_unproven))
-    options.write_page(html, lambda: render_verify(report, pictures))
+    options.write_page(html, lambda: render_page(report, pictures))
     options.write_page(markdown, lambda: render_markdown((report,)))
     return Answer(report, lambda: show_verify(report), report.verdict, accept_unproven)
 
@@ -395,7 +395,7 @@ def compare_command(
             task = limit, choose_labels(limit, labels, all_samples, samples_to_compare.count)
         report = compare_models(first, second, samples_to_compare, on, layers=layers, task=task)
     if html is not None:
-        page = render_comparison(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr)
+        page = render_page(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr)
         write_file(html, page.encode())
     return Answer(report, lambda: show_comparison(report, min_sqnr), report.judge(min_sqnr), accept_unproven)
 

@@ -82,7 +82,6 @@ def load_table() -> Table:
     return msgspec.json.decode(lzma.decompress(packed), type=ready_type(Table))
 
 
-@functools.lru_cache(maxsize=1)
 def load_phones() -> tuple[Phone, ...]:
     """Returns the devices that are known by name."""
     return read_phones(targets_folder() / "qnn" / "phones.json")

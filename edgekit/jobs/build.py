@@ -31,7 +31,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.progress import Budget, Progress, Stopwatch, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
-from edgekit.report.html import draw_worst, render_build
+from edgekit.report.html import draw_worst, render_page
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.serialize import fill, to_json
 from edgekit.target import Target
@@ -135,11 +135,11 @@ def build(
         )
         write_file(staging / "report.json", to_json(report).encode())
         pictures = {
-            target.name: draw_worst(read_inputs(deadline.built.bundle.golden), deadline.report)
-            for target, deadline in zip(targets, results, strict=True)
-            if isinstance(deadline.built, BuiltBundle) and deadline.report is not None
+            target.name: draw_worst(read_inputs(result.built.bundle.golden), result.report)
+            for target, result in zip(targets, results, strict=True)
+            if isinstance(result.built, BuiltBundle) and result.report is not None
         }
-        write_file(staging / "report.html", render_build(report, pictures).encode())
+        write_file(staging / "report.html", render_page(report, pictures).encode())
     return report
 
 

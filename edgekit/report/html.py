@@ -180,31 +180,32 @@ def draw_bar(layer: ActivationReport) -> Mark:
 _MODULES = (sys.modules[__name__], checked, tables, text)
 
 
-def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] | None = None) -> str:
-    """Returns a build as an HTML page; `pictures` holds the images of the worst samples by target."""
-    return make_page("build", *_MODULES, report=report, pictures=pictures or {})
-
-
-def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str:
-    """Returns a verification as an HTML page."""
-    return make_page("verify", *_MODULES, report=report, pictures=pictures)
-
-
-def render_comparison(
-    report: ModelComparison, pictures: Sequence[Picture] = (), *, min_sqnr_db: float | None = None
-) -> str:
-    """Returns a comparison of two models as an HTML page, judged by `min_sqnr_db` as the command judges it."""
-    return make_page("compare", *_MODULES, report=report, min_sqnr_db=min_sqnr_db, pictures=pictures)
-
-
-def render_quantization(report: QuantizeReport) -> str:
-    """Returns a quantization as an HTML page: its cost, what was tried, and a bar for each layer."""
-    return make_page("quantize", *_MODULES, report=report)
-
-
 _Report = BuildReport | CheckReport | ModelComparison | QuantizeReport | VerifyReport
+_PAGES: Mapping[type, str] = {
+    BuildReport: "build", ModelComparison: "compare", QuantizeReport: "quantize", VerifyReport: "verify",
+}  # fmt: skip
 _HEIGHT = 700
 _TEXT = "text/plain"
+
+
+def render_page(
+    report: _Report,
+    pictures: Sequence[Picture] | Mapping[str, Sequence[Picture]] = (),
+    *,
+    min_sqnr_db: float | None = None,
+) -> str:
+    """Returns a report as an HTML page.
+
+    `pictures` are the images of the worst samples, of a build by target. A comparison of two models is judged by
+    `min_sqnr_db`, as the command judges it.
+    """
+    if isinstance(report, CheckReport):
+        found = {report.target: report}
+        recommended = recommend_target(found, {})
+        summary = CheckSummary(model=report.model, sha256=report.sha256, targets=found, recommended=recommended)
+        return render_check(summary)
+    name, given = _PAGES[type(report)], pictures or {}
+    return make_page(name, *_MODULES, report=report, pictures=given, min_sqnr_db=min_sqnr_db)
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,12 +227,12 @@ def frame_page(page: str, height: int) -> str:
 
 def show(report: _Report, *, height: int = _HEIGHT) -> Page:
     """Returns a report for display in a notebook: the same page as `--html`, in a frame of this height in pixels."""
-    return Page(page=_render(report), height=height)
+    return Page(page=render_page(report), height=height)
 
 
 def draw(report: _Report) -> str:
     """Returns the HTML that a notebook shows for a report at the end of a cell."""
-    return frame_page(_render(report), _HEIGHT)
+    return frame_page(render_page(report), _HEIGHT)
 
 
 def show_progress() -> Progress:
@@ -244,21 +245,3 @@ def show_progress() -> Progress:
     # As plain text: names of tensors and files come from untrusted models.
     line = importlib.import_module("IPython.display").display({_TEXT: ""}, raw=True, display_id=True)
     return lambda step: line.update({_TEXT: escape_controls(step)}, raw=True)
-
-
-def _render(report: _Report) -> str:
-    match report:
-        case BuildReport():
-            return render_build(report)
-        case CheckReport():
-            found = {report.target: report}
-            recommended = recommend_target(found, {})
-            return render_check(
-                CheckSummary(model=report.model, sha256=report.sha256, targets=found, recommended=recommended)
-            )
-        case VerifyReport():
-            return render_verify(report)
-        case QuantizeReport():
-            return render_quantization(report)
-        case ModelComparison():
-            return render_comparison(report)

@@ -17,7 +17,7 @@ from edgekit.quantize import QuantPlan
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.mixed_precision.plan_search import Goal, Trial, choose_trial
 from edgekit.recipe import Data, Recipe
-from edgekit.report.html import render_quantization
+from edgekit.report.html import render_page
 from edgekit.report.summary import QuantizeReport
 
 pytestmark = pytest.mark.slow
@@ -187,10 +187,10 @@ def test_a_page_shows_each_layer_and_which_one_hurts(tmp_path: Path) -> None:
     assert len(report.layers) > 20
     assert all(layer.sqnr_db is not None and layer.bits == 8 for layer in report.layers)
     assert not any(layer.clips for layer in report.layers)
-    page = render_quantization(report)
+    page = render_page(report)
     bars = page.index('<div class="bars"')
     assert page.count("<i class=", bars, page.index("</div>", bars)) == len(report.layers)
     worst = min(report.layers, key=lambda layer: layer.sqnr_db or 0)
     assert page.index("<table", bars) < page.index(f"<code>{worst.tensor}</code>")
     hostile = msgspec.structs.replace(report, layers=(msgspec.structs.replace(worst, tensor="<script>alert(1)"),))
-    assert "<script>alert" not in render_quantization(hostile)
+    assert "<script>alert" not in render_page(hostile)

@@ -40,10 +40,7 @@ from edgekit.report.html import (
     draw_image,
     draw_worst,
     place_bars,
-    render_build,
-    render_comparison,
-    render_quantization,
-    render_verify,
+    render_page,
 )
 from edgekit.report.profiles import HUES, MAX_SPANS, render_profile
 from edgekit.report.text import headline_build, headline_verify
@@ -86,7 +83,7 @@ def _column(browser: Browser, name: str) -> list[str]:
 
 def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: Browser) -> None:
     runs = (replace(GOOD, device="b", samples=12), replace(BAD, device="a", samples=9))
-    browser.open(render_verify(_report(*runs, DEAD)))
+    browser.open(render_page(_report(*runs, DEAD)))
     assert _column(browser, "device") == ["b", "a", "phone"]
     head = browser.find_one("table.filtered thead th")
     head.click()
@@ -102,7 +99,7 @@ def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: Browser
 
 
 def test_the_chart_names_the_layer_under_the_pointer(browser: Browser) -> None:
-    browser.open(render_verify(_full()))
+    browser.open(render_page(_full()))
     browser.point_at(browser.find_one(".chart circle.bad"))
     assert browser.find_one(".chart .note").text == "conv7 (Conv): 53.0 dB so far, 10.0 dB own"
     assert len(browser.find(".chart circle")) == len(LAYERS)
@@ -111,7 +108,7 @@ def test_the_chart_names_the_layer_under_the_pointer(browser: Browser) -> None:
 def test_a_comparison_of_models_is_a_page_too(browser: Browser) -> None:
     good, bad = GOOD.outputs[0], replace(GOOD.outputs[0], name=HOSTILE, sqnr_db=9.0)
     report = ModelComparison(a="float", b=HOSTILE, samples=8, outputs=(good, bad), layers=LAYERS, device="arm64")
-    page = render_comparison(report, min_sqnr_db=15.0)
+    page = render_page(report, min_sqnr_db=15.0)
     browser.open(page)
     assert HOSTILE not in page
     assert browser.find_one("header .fail").text == "fail"
@@ -123,9 +120,9 @@ def test_a_comparison_of_models_is_a_page_too(browser: Browser) -> None:
 
 
 def test_hostile_names_of_models_run_no_script(browser: Browser) -> None:
-    page = render_verify(_hostile())
+    page = render_page(_hostile())
     browser.open(page)
-    browser.open(render_build(_build()))
+    browser.open(render_page(_build()))
     assert HOSTILE not in page
     assert len(browser.find("script")) == 1
     smuggled = page.replace("</body>", "<script>document.title = 'run'</script></body>")
@@ -134,7 +131,7 @@ def test_hostile_names_of_models_run_no_script(browser: Browser) -> None:
 
 
 def test_a_page_follows_light_and_dark_and_prints_light(browser: Browser) -> None:
-    browser.open(render_verify(_full()))
+    browser.open(render_page(_full()))
     seen: dict[str, str] = {}
     for scheme, media in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
         browser.set_scheme(scheme, media)
@@ -148,7 +145,7 @@ def test_the_worst_samples_of_an_image_model_are_shown_as_images(browser: Browse
     image = np.random.default_rng(0).normal(size=(1, 3, 40, 60)).astype(np.float32)
     uri = draw_image(image)
     assert uri is not None
-    browser.open(render_verify(_full(), [Picture(sample=3, caption="sample 3", uri=uri)]))
+    browser.open(render_page(_full(), [Picture(sample=3, caption="sample 3", uri=uri)]))
     assert browser.run("return arguments[0].naturalWidth", browser.find_one("figure img")) == 60
     assert draw_image(np.moveaxis(image, 1, 3)) == uri
     for other in (image[0], image[:, :2], np.full_like(image, np.nan), np.zeros((1, 3, 2, 2), np.float32)):
@@ -167,7 +164,7 @@ def test_a_page_of_a_large_build_stays_small_and_complete(browser: Browser) -> N
     pictures = draw_worst(inputs, many)
     assert [picture.sample for picture in pictures] == list(range(6))
     assert pictures[0].caption == "sample 0: y0 on a; y0 on b; y0 on c"
-    page = render_build(_build(bundles=bundles), {bundle.target: pictures for bundle in bundles})
+    page = render_page(_build(bundles=bundles), {bundle.target: pictures for bundle in bundles})
     assert len(page.encode()) < 500_000
     assert "http:" not in page
     assert "https:" not in page
@@ -210,12 +207,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     models = ModelComparison(a=LONG, b="float", samples=8, outputs=(output,), layers=LAYERS, device="arm64")
     return {
         "app": render_app(_app()),
-        "build": render_build(build),
+        "build": render_page(build),
         "check": render_check(summary),
-        "compare": render_comparison(models, min_sqnr_db=15.0),
+        "compare": render_page(models, min_sqnr_db=15.0),
         "forecast": render_forecast(forecast(MODEL)),
-        "quantize": render_quantization(quantized),
-        "verify": render_verify(full),
+        "quantize": render_page(quantized),
+        "verify": render_page(full),
     }
 
 
@@ -251,7 +248,7 @@ def test_the_placement_strip_shows_partitions_and_cpu_in_order(pages: dict[str, 
 def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: Browser) -> None:
     notes = ("with tensors given out more nodes ran on the CPU: 4 Transpose",)
     located = Located(layer="conv3", runs=2, cuts=0, found_by="tensors", layers=LAYERS, notes=notes)
-    browser.open(render_verify(_report(replace(BAD, located=located))))
+    browser.open(render_page(_report(replace(BAD, located=located))))
     assert [dot.get_attribute("r") for dot in browser.find(".chart circle.bad")] == ["6"]
     shown = browser.find_one("body").text
     assert "Layer by layer on arm64" in shown
@@ -271,7 +268,7 @@ def test_the_answers_of_the_worst_sample_and_what_became_what() -> None:
     (output,) = compare_outputs(one, other)
     assert describe_answers(output) == ": float class 0 (0.8), here class 2 (0.7)"
     assert [(change.wanted, change.got, change.samples) for change in output.changes] == [(0, 2, 2)]
-    page = render_verify(_report(replace(GOOD, outputs=(output,))))
+    page = render_page(_report(replace(GOOD, outputs=(output,))))
     assert "class 0 became 2 in 2" in page
     assert describe_answers(replace(output, top1_agreement=None)) == ": float 0.8, here 0.7"
 

@@ -17,7 +17,7 @@ from edgekit.bench.bench import BenchReport, BenchRun
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence, Judgement
 from edgekit.report.ci import render_bench_markdown, render_junit, render_markdown
-from edgekit.report.html import render_verify
+from edgekit.report.html import render_page
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, VerifyReport
@@ -201,7 +201,7 @@ def test_a_case_says_every_reason_and_the_figures() -> None:
     assert output == "output 'y' over 8 samples: cosine 0.999, SQNR dB 30, top-1 agreement 1"
     failure = present(_suite(IDLE).find("testcase[@name='the bundle as a whole']/failure"))
     assert failure.get("message") == IDLE.failures[0]
-    assert IDLE.failures[0] in render_verify(IDLE)
+    assert IDLE.failures[0] in render_page(IDLE)
 
 
 def _hostile() -> VerifyReport:
@@ -225,14 +225,14 @@ def test_hostile_names_do_not_change_the_structure_of_the_xml() -> None:
 
 
 def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
-    page = render_verify(_report(GOOD, BAD, DEAD))
+    page = render_page(_report(GOOD, BAD, DEAD))
     assert (page.count('"pass"'), page.count('"fail"')) == (1, 3)
     assert "phone: the device failed: the cable fell out" in page
     assert "coreml skipped: no Mac; to run it: buy one" in page
-    assert "nothing ran" in render_verify(_report())
+    assert "nothing ran" in render_page(_report())
     assert "http:" not in page
     assert "https:" not in page
-    page = render_verify(replace(_report(GOOD), machine={"x": "y"}))
+    page = render_page(replace(_report(GOOD), machine={"x": "y"}))
     assert "edgekit ran on ?, ? cores" in page
 
 
@@ -275,12 +275,12 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "first_steps.ipynb"
 def test_a_notebook_cell_that_ends_with_a_report_shows_its_page() -> None:
     shown = ek.show(_report(GOOD), height=300)._repr_html_()
     (page,) = re.findall(r'srcdoc="([^"]*)"></iframe>', shown)
-    assert html.unescape(page) == render_verify(_report(GOOD))
+    assert html.unescape(page) == render_page(_report(GOOD))
     assert 'sandbox="allow-scripts"' in shown
     assert "height: 300px" in shown
     # And a report shows itself.
     (page,) = re.findall(r'srcdoc="([^"]*)"></iframe>', _report(GOOD)._repr_html_())
-    assert html.unescape(page) == render_verify(_report(GOOD))
+    assert html.unescape(page) == render_page(_report(GOOD))
 
 
 @pytest.mark.long

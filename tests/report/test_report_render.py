@@ -15,7 +15,7 @@ from edgekit.jobs.quantize import quantize_for
 from edgekit.progress import StageTime
 from edgekit.quantize.plan import FloatNode
 from edgekit.recipe import Data, Recipe
-from edgekit.report.html import render_build
+from edgekit.report.html import render_page
 from edgekit.report.summary import BuildReport, BundleSummary, QuantizeReport
 from edgekit.report.tables import describe_quantization, format_bytes
 from edgekit.report.text import describe_agreement, headline_build, list_remarks, table_build, table_device_figures
@@ -77,7 +77,7 @@ def test_a_bundle_passes_if_its_runs_reached_their_limits_or_verification_was_of
 
 
 def test_the_page_escapes_what_models_say() -> None:
-    page = render_build(_report())
+    page = render_page(_report())
     assert page.count("<script") == 1
     assert "&lt;script&gt;" in page
     assert page.count('class="pass"') >= 2
@@ -89,12 +89,12 @@ def test_the_page_shows_where_the_time_of_a_build_went() -> None:
         StageTime(stage="prepare", seconds=3.0, cpu_seconds=4.0),
         StageTime(stage="quantize", target=HOSTILE, seconds=1.0, cpu_seconds=2.25),
     )
-    page = render_build(_report(stages=stages))
+    page = render_page(_report(stages=stages))
     assert "<td>prepare</td><td>all</td><td>3.00</td><td>4.00</td>" in page
     assert 'style="flex: 3.000" title="prepare: 3.0 s"' in page
     assert 'style="flex: 1.000" title="quantize for ' in page
     assert page.count("<script") == 1
-    assert "<h2>Time</h2>" not in render_build(_report())
+    assert "<h2>Time</h2>" not in render_page(_report())
 
 
 def test_the_table_says_pass_fail_and_nothing_ran() -> None:

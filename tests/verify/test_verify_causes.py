@@ -24,7 +24,7 @@ from edgekit.devices.device import Device, DeviceRun, Job, refuse_run
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, save_proto
 from edgekit.model.tensors import Array, Tensors
-from edgekit.report.html import render_verify
+from edgekit.report.html import render_page
 from edgekit.report.text import list_verify_remarks
 from edgekit.serialize import to_json
 from edgekit.target import load_target
@@ -276,7 +276,7 @@ def test_untraced_layers_are_not_left_out_in_silence(steps: dict[Step, Model], t
     assert note.startswith("the layers were not compared with the float model's: ONNX Runtime refuses ")
     assert note in list_verify_remarks(report)
     assert note in to_json(report)
-    assert str(escape(note)) in render_verify(report)
+    assert str(escape(note)) in render_page(report)
 
 
 def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(steps: dict[Step, Model]) -> None:

@@ -15,7 +15,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.package.variant import make_parts
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
-from edgekit.report.html import render_verify
+from edgekit.report.html import render_page
 from edgekit.verify.run import verify_bundle
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_detection_too_few_costs_agreement_in_shape(bundle: Bundle) -> None:
     assert run.passed == (run.thresholds.min_top1_agreement - run.thresholds.granted_samples / 6 <= 5 / 6)
     (run,) = verify_bundle(bundle, [InProcess(lie=lose_in({0, 2, 3}))]).runs
     assert "output 'found' has shape agreement 0.5, below 0.73" in " ".join(run.failures)
-    assert "0.5" in render_verify(verify_bundle(bundle, [InProcess(lie=lose_in({0, 2, 3}))]))
+    assert "0.5" in render_page(verify_bundle(bundle, [InProcess(lie=lose_in({0, 2, 3}))]))
 
 
 def test_the_worst_sample_is_counted_over_all_and_by_its_place_in_the_data(bundle: Bundle) -> None:
