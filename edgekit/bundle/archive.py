@@ -76,7 +76,7 @@ def _read_zip(file: IO[bytes]) -> Iterator[Member]:
         entry_name = entry.orig_filename
         if entry.flag_bits & 1:
             raise ValueError(f"{entry_name[:200]!r} is encrypted")
-        # Zero if the archive was made on a system without Unix modes.
+        # The kind of file is zero if the archive was made on a system without Unix modes.
         if stat.S_IFMT(entry.external_attr >> 16) not in {0, stat.S_IFREG, stat.S_IFDIR}:
             raise ValueError(f"{entry_name[:200]!r} is a link or a device")
         if entry.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
@@ -103,7 +103,7 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
             # `tarfile.open` would follow sparse files, links and extensions, so the headers are read one by one.
             entry = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "strict")
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # typeshed leaves it out
-            # Some readers (`tar --ignore-zeros`) would read data after the end as files.
+            # Some readers (`tar --ignore-zeros`) take data behind the end of the archive for further files.
             if any(chunk.count(0) != len(chunk) for chunk in _files.read_chunks(file)):
                 raise ValueError("something stands behind its end") from None
             return
@@ -252,7 +252,7 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
         limits, members, total = limits or Limits(), list[Member](), 0
         max_bytes = min(limits.size_bytes, limits.ratio * path.stat().st_size)
         for member in convert_errors((_read_zip if is_zip else _read_tar)(file), path):
-            # The stated sizes are added up: reading a file stops at its stated size.
+            # Adding up the stated sizes is enough, because reading a file stops at its stated size.
             total += member.size_bytes
             if len(members) == limits.files or total > max_bytes:
                 allowed = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"

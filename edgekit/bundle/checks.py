@@ -59,7 +59,7 @@ def find_fault(name: str) -> str | None:
 
 
 def find_clash(names: Iterable[str]) -> tuple[str, str] | None:
-    """Returns two names that cannot both be files: equal but for case or Unicode form, or one a folder of the other."""
+    """Returns two names that cannot both be files: they differ in case or Unicode form only, or one is in the other."""
     # Split before sorting: otherwise "a-b" would be sorted between "a" and "a/b", which must be neighbours.
     folded = sorted((tuple(_fold(name).split("/")), name) for name in names)
     for (first, name), (second, other) in pairwise(folded):

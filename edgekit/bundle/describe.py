@@ -82,7 +82,7 @@ def describe_contents(contents: Contents, golden: manifest.GoldenFacts, check: s
         raise BundleError(message, hint="convert it first")
     shares: dict[str, manifest.ProviderShare] = {}
     for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
-        # For the CPU target both rows are the same provider, which runs all nodes.
+        # For the target `cpu` both entries are the same provider, which runs all nodes.
         nodes = [each for each in contents.check.node_list if each.taken is taken or target.provider == CPU_PROVIDER]
         shares[provider] = manifest.ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     soc = target.socs.get(target.settings.get("soc_model", ""))

@@ -88,7 +88,7 @@ def write_expected(
         # Not optimised, because fusions depend on ONNX Runtime's version and on the machine.
         session = CpuSession(files[form][0], SessionSettings(level=Level.DISABLED))
         all_candidates = list(_run_candidates(session, golden))
-        # The samples of the shapes that most of them have.
+        # Only samples whose inputs have the most frequent shapes are candidates.
         most_common = max(all_candidates, key=lambda item: sum(other.fed == item.fed for other in all_candidates))
         candidates = [item for item in all_candidates if item.fed == most_common.fed]
         chosen = _choose(candidates)

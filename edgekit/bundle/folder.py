@@ -320,7 +320,7 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
     try:
         # Opened without following links, and read once: the digested bytes are those that are copied.
         with _files.open_regular(_files.safe_join(bundle.folder, name)) as source:
-            # Reading stops one chunk after the stated size: a file that grows has a wrong digest then.
+            # Reading stops one chunk after the stated size, so that a file that grows meanwhile gets a wrong digest.
             while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 digest.update(chunk)
                 yield chunk
@@ -398,7 +398,7 @@ def read_nested(root: Path, folder: str, entry: BundledFile, source: str) -> Man
 
 
 def find_shared(sets: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
-    """Returns the items that occur in several of these tables, by their key (a digest), sorted."""
+    """Returns the items that several of these tables have, sorted by their key (a digest)."""
     counts, known = Counter[str](), dict[str, _T]()
     for each in sets:
         counts.update(each.keys())

@@ -334,9 +334,9 @@ def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Sample
 
 
 def _choose_settings(model: Model) -> SessionSettings:
-    """Returns the settings of the float reference: without optimization, unless that would run a Dropout in training.
+    """Returns the session settings of the float reference: no optimization, unless a Dropout may run in training mode.
 
-    Its results are random. ONNX Runtime's basic optimizations, which each app has, take it away.
+    The results of such a Dropout are random. ONNX Runtime's basic optimizations, which every app has, remove it.
     """
     nodes = iterate_nodes(skim_model(model.path).graph)
     trains = any(node.op_type == "Dropout" and len(node.input) == 3 for node in nodes)

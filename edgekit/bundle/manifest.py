@@ -419,7 +419,7 @@ def _list_faults(manifest: Manifest) -> Iterator[tuple[str, str]]:
         if len(buckets.lengths) != samples or not all(1 <= length <= largest for length in buckets.lengths):
             yield "buckets", "do not hold the lengths of the golden samples"
     if sizes is not msgspec.UNSET:
-        # A dimension may have different sizes in two inputs: ONNX Runtime only warns.
+        # Two inputs may have different sizes for one named dimension: ONNX Runtime only warns of that.
         most = samples * max(1, len(manifest.inputs))
         if buckets:
             yield "open dimensions", "stand beside buckets"

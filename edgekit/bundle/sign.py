@@ -145,7 +145,7 @@ def _spell(data: bytes) -> str:
 
 
 def decode_base64(text: str) -> bytes | None:
-    """Returns the bytes, None if the text is not canonical base64: a signature must have only one text."""
+    """Returns the bytes, None if the text is not canonical base64: each signature must have a single spelling."""
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:
@@ -238,7 +238,7 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
     return statement
 
 
-# Before the digest of a run, so that the signed bytes are never those of a bundle's statement.
+# These bytes come before the digest of a run, so that the signed bytes can never be those of a bundle's statement.
 _RUN = b"edgekit recorded run\n"
 
 

@@ -26,7 +26,7 @@ _HISTORY = "what an earlier verification found"
 def attribute_loss(
     bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model], known: Mapping[Step, KnownOutputs] | None = None
 ) -> VerifyReport:
-    """Returns the report with the loss of the best run split over the steps that led to it.
+    """Returns the report, with the loss of its best run divided among the steps from source model to device.
 
     `models` holds the models that the bundle was made from, under "prepare" and "quantize", in this order; they run
     here with every optimisation off, on the samples of that run. The bundle's file of ORT format (the one that the run
@@ -88,7 +88,8 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
             steps = [kept for kept in steps if kept.step != step]
             steps.append(_describe(step, found, run.accuracy))
             explained = run.device
-    # What the source model reaches on the samples of the steps: other runs may have had others.
+    # The accuracy of the source model on the samples that the steps were measured on: other runs may have had other
+    # samples.
     first = known.attribution[0]
     source = None if first.accuracy is None or first.accuracy_loss is None else first.accuracy + first.accuracy_loss
     shared = share_loss(steps, source)
@@ -102,9 +103,9 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
 def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) -> tuple[AttributionStep, ...]:
     """Returns the steps with what each added to the loss: the parts sum to the whole.
 
-    The energy of the error relative to the signal is 10^(-SQNR/10); `noise_share` is the part of the final energy.
-    Losses of agreement start from 1, losses of accuracy from `accuracy`, that of the source model. A step that cannot
-    be measured has no part, and no step has a part of the noise if the last one cannot be measured.
+    The energy of the error relative to the signal is 10^(-SQNR/10); `noise_share` is the part of the final energy. The
+    loss of agreement counts from 1, that of accuracy from `accuracy`, which the source model reaches. A step that could
+    not be measured gets no part. If the last step could not be measured, no step gets a part of the noise.
     """
     if not steps:
         return ()

@@ -14,8 +14,8 @@ from edgekit.verify.run_report import Cost
 
 # The largest integer that SQLite can store.
 _MOST_RUNS = (1 << 63) - 1
-# How far below an earlier signal-to-noise ratio without an interval the next may lie. Kernels of another version add in
-# another order; if that crosses a step of a grid, a value moves by that step.
+# By how many dB a signal-to-noise ratio may fall if the earlier one has no interval. Kernels of another version add in
+# another order, and may thereby round a value to the next step of its grid.
 _SQNR_SLACK_DB = 1.0
 
 
@@ -140,7 +140,7 @@ def find_changes(before: VerifyReport, now: VerifyReport) -> Iterator[str]:
 def find_regressions(before: VerifyReport, now: VerifyReport) -> tuple[str, ...]:
     """Returns what became worse, one line each.
 
-    A figure is worse only below the earlier 95 % interval, so that chance alone is no regression.
+    A figure counts as worse only if it lies below the earlier 95 % interval: a smaller difference may be chance.
 
     A device, an output or a metric that is gone counts as worse; so does a provider that takes fewer nodes. Latency and
     memory have their own limits (`max_latency_ratio`, `max_memory_ratio`).

@@ -1,4 +1,4 @@
-"""The runs of a device besides the first: whole sequences with its own state, each size, each other model file."""
+"""Further runs of a device: whole sequences with its own state, the model of each size, and the other model files."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -50,11 +50,11 @@ def run_buckets(
     work: Path,
     unpadded: UnpaddedGolden | None,
 ) -> SizesReport | None:
-    """Runs the samples `rows`, each in the smallest bucket that it fits; None for a bundle without buckets.
+    """Runs the samples `rows`, each in the smallest bucket (model of one size) that it fits; None without buckets.
 
-    The samples are the golden ones, or those of `unpadded`. `job` and its `run` are those of the largest bucket with
-    all samples: their outputs are cut to the samples' lengths, and nothing runs again. A bucket that is the smallest
-    for no sample runs the shorter ones.
+    The samples are the golden ones, or those of `unpadded`. `job` and `run` are those of the largest bucket, which ran
+    all samples already: its outputs are cut to the samples' lengths, and it does not run again. A bucket that is the
+    smallest one for no sample runs the shorter samples.
 
     Raises:
         DataError: the bundle's float results cannot be read.
@@ -109,15 +109,15 @@ def run_buckets(
 
 
 _MOST_GROUPS = 3
-# A choice: in a smaller group one sample that quantization happens to hurt would decide.
+# Chosen by hand: in a smaller group, a single sample that quantization happens to hurt would decide.
 _LEAST_SAMPLES = 4
 
 
 def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: Samples) -> SizesReport | None:
     """Returns how far samples of small, middle and large sizes of an open dimension are from the float model.
 
-    It is the dimension in which the samples have the most sizes. None if there is none, or if there are too few samples
-    to compare groups of them.
+    If several dimensions are open, it is the one with the most different sizes. Returns None if no dimension is open,
+    or if the samples are too few for two groups.
     """
     if not (places := {name: (tensor, axis) for name, tensor, axis in list_open(manifest.inputs)}):
         return None
@@ -159,7 +159,7 @@ def _group(sizes: Sequence[int]) -> Iterator[list[int]]:
 def measure_drift(
     names: Sequence[str], reference: Samples, fed_back: Samples, given: Samples, steps: int
 ) -> tuple[Drift, ...]:
-    """Returns the drift of outputs; the three sets of samples hold whole sequences in the same order."""
+    """Returns the error of each output at each step; the three sets of samples hold the same sequences."""
     powers: dict[str, Array] = {}
     for index, (wanted, back, own) in enumerate(zip(reference, fed_back, given, strict=True)):
         for name in names:

@@ -82,10 +82,10 @@ def verify_on(
     layers: bool = False,
     files: RunFiles = _NO_FILES,
 ) -> VerifyReport:
-    """Verifies a bundle on the chosen devices, or its target's, and writes `verify.json` into it if one ran.
+    """Verifies a bundle on the chosen devices (default: its target's), and writes `verify.json` into it if any ran.
 
-    The loss that the build attributed to steps stays in the file, because the models it was measured with are gone. If
-    the bundle cannot be written, a note of the report says so.
+    The file keeps the loss that the build attributed to its steps, because the models that this was measured with are
+    gone. If the bundle cannot be written, a note of the report says so.
 
     Raises:
         UsageError: there is no such device, it runs another provider, or a run of several devices is to be written.
@@ -95,7 +95,7 @@ def verify_on(
     known = read_known(bundle)
     recorded: list[Device] = [open_recorded(path, bundle.sha256, files.run_key) for path in files.recorded]
     is_chosen = choice.names or choice.file is not None
-    # If only runs are named, the target's devices do not run.
+    # If the user names recorded runs and no device, the target's devices do not run.
     devices = find_devices(bundle, read_target(bundle), choice) if is_chosen or not recorded else []
     if files.export is not None:
         if len(devices) != 1 or not is_chosen:
@@ -209,7 +209,7 @@ def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[D
 
 
 def _describe_ancestry(bundle: Bundle, inputs: str) -> dict[str, str]:
-    """Returns the digests of all that a verification depends on, by a word that users know; `inputs` is one."""
+    """Returns the digest or version of all that a verification depends on; `inputs` is the digest of the samples."""
     ancestry = bundle.manifest.ancestry
     made_from = {"calibration data": ancestry.data, "quantized model": ancestry.quantized}
     return {
@@ -320,7 +320,7 @@ def _run_device(group: Group, bundles: Mapping[str, Bundle], device: Device, wor
     """
     golden, wiring, metric = group.golden, group.manifest.wiring, group.manifest.metric
     plans = {name: plan_run(bundle, device, group.manifest.samples) for name, bundle in bundles.items()}
-    # A copy runs whose digests were just compared, as for the bundle of a single model.
+    # As for the bundle of a single model, a copy runs, whose digests were checked while it was written.
     private = {name: snapshot_bundle(it, [plans[name].form], work / "members" / name) for name, it in bundles.items()}
     if (labels := read_labels(golden)) is None:
         raise BundleError(f"group '{group.folder}' has no labels", hint="build the group again")

@@ -36,7 +36,8 @@ from edgekit.verify.task_scores import TaskReport, Unit
 
 TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
 """Forms of a model that this machine can run."""
-# Kernels of another CPU differ by 2 % of the largest number; a file may differ once more by the model's own error.
+# The outputs may differ by 2 % of the largest number, as between kernels of two CPUs, or by twice the error that the
+# model had when the bundle was built.
 _SHARE, _ERROR_FACTOR = 0.02, 2.0
 
 
@@ -146,7 +147,7 @@ def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
 
 
 def _limit_here(bundle: Bundle, expected: Sequence[Tensors], reference: Sequence[Tensors]) -> dict[str, float]:
-    """Returns the tolerance of each output against what this kind of machine gave at the build."""
+    """Returns the tolerance of each output, without the manifest's allowance for other kinds of machines."""
     limits: dict[str, float] = {}
     for name, tolerance in bundle.manifest.golden.tolerance.items():
         pairs = [(own[name], wanted[name]) for own, wanted in zip(expected, reference, strict=False) if name in own]
@@ -240,7 +241,7 @@ def find_equal_outputs(reference: Samples) -> tuple[str, ...]:
 
 
 def describe_older(run: DeviceRun, minimum_ort: str) -> str:
-    """Returns, in words, that a device ran an older ONNX Runtime than the bundle needs, or "" if it reports none.
+    """Returns, in words, that a device ran an older ONNX Runtime than the bundle needs, or "" if it did not.
 
     On a real device that is a fault, because loaders in apps refuse older ones. On an emulator or simulator, where no
     app runs, it proves nothing: an app's newer ONNX Runtime may take nodes that the old one leaves to the CPU.
@@ -272,8 +273,8 @@ def _is_half(value: Array) -> bool:
         return bool(np.array_equal(value.astype(np.float16).astype(np.float32), value))
 
 
-# The metric of a slow device. An emulator runs a few samples, too few for a narrow interval. So it only has to score
-# each of them as the bundle's own model does here; how good that model is, the other samples show.
+# The metric of a slow device. An emulator runs too few samples for a narrow interval. So it only has to score each of
+# them as the bundle's own model does on this machine; the other samples then show how good that model is.
 
 _SAME_SCORE: Mapping[Unit, tuple[float, float]] = {"share": (0.01, 0.0), "dB": (0.5, 0.0), "value": (0.0, 0.01)}
 """How far apart both may score one sample if they compute the same and only round differently: the absolute distance,

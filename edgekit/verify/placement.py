@@ -31,9 +31,9 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
     lost = find_lost(run, check)
     total = sum(node.macs for node in check.node_list)
     hidden, known = 0, places.keys() & {node.name for node in check.node_list}
-    # Counted are nodes predicted for the CPU that the device reports neither by their name nor under a name that an
-    # optimiser gave. Nodes that do the work are compared in `describe_unmatched`, and so are subgraphs, whose nodes
-    # have no names of the model.
+    # This counts the nodes predicted for the CPU that the device reports neither under their own name nor under one
+    # that an optimiser gave them. `describe_unmatched` compares the nodes that do the work, and subgraphs, whose nodes
+    # do not have the model's names.
     if not _holds_compiled(run, job) and all(node.op not in _REPEATING for node in check.node_list):
         left = (node for node in check.node_list if not node.taken and not node.is_quantizer)
         unseen = sum(node.op not in FAMILIES and node.name not in known for node in left)

@@ -184,7 +184,8 @@ def describe_state(report: StateReport) -> Iterator[str]:
             yield f"{ran}: {ends}; its second half has {lost:.1f} dB less than with the float model's state"
 
 
-# The share of nodes that may be lost is this many times the share of work that may be: most nodes do little work.
+# The limit for the share of lost nodes is this many times the limit for the share of lost work: most nodes do little
+# work.
 _LOST_NODES = 4.0
 
 
@@ -339,7 +340,7 @@ def _judge_file(file: OtherFile, begin: str, run: RunReport) -> Judgement:
 def _make_gate(name: GateName, subject: str, found: Judgement, *, excused: bool = False) -> Gate:
     """Returns a gate; an emulator that is `excused`, since it crashed or is outdated, cannot fail it.
 
-    A newer one may take what it refuses.
+    A newer emulator may take what this one refuses.
     """
     failures, unproven = ((), (*found.failures, *found.unproven)) if excused else (found.failures, found.unproven)
     return Gate(name=name, subject=subject, failures=failures, unproven=unproven)

@@ -1,6 +1,7 @@
 """The usual causes of wrong outputs, and the known traps of mobile runtimes.
 
-A mistake is made in the float model's outputs or inputs too. The one that then explains the outputs is named.
+Each usual mistake is made on purpose in the outputs or inputs of the float model. A mistake with which the float model
+gives what the device gave is named as the cause.
 """
 
 import re
@@ -128,7 +129,7 @@ _MISTAKES: dict[str, Callable[[Array], Array]] = {
 
 
 _SOCS: Mapping[str, str] = {soc: arch for arch, soc in ARCH_SOCS.items()}
-# A smaller number of Q and DQ nodes may be those of the model's inputs and outputs.
+# A model with fewer Q and DQ nodes may be float inside: they may be those of its inputs and outputs.
 _LEAST_ROUNDED = 4
 # VPMADDUBSW adds two products of u8 and s8 in 16 bits with saturation: 2 * 255 * 64 = 32,640 still fits.
 _SAFE = 64

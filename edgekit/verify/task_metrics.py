@@ -337,7 +337,7 @@ def read_records(limit: TaskLimit, samples: Samples, labels: Sequence[Label]) ->
 
 
 def read_hit(outputs: Tensors, label: int, limit: TaskLimit, *, k: int) -> tuple[float, float]:
-    """Returns whether the label is among the k best classes; it loses ties, so that constant scores never win."""
+    """Returns whether the label is among the k best classes; ties count against it, as constant scores must fail."""
     scores = find_output(outputs, limit, ranks_classes).reshape(-1)
     if not 0 <= label < scores.size:
         raise DataError(f"label {label} is no class of an output of {scores.size}", hint="classes count from 0")
@@ -438,7 +438,8 @@ def prepare_masks(records: Sequence[Array]) -> Scorer:
 def prepare_auc(records: Sequence[tuple[float, float]]) -> Scorer:
     """Returns the scorer of the area under the ROC curve (Hanley and McNeil 1982).
 
-    That is the share of pairs of both kinds in which the score of the ranked one is higher; an equal score counts half.
+    Of all pairs of a sample of the class and a sample that is not, it is the share in which the former has the higher
+    score; equal scores count half.
 
     Raises:
         DataError: all labels are of one class, so that nothing can be told apart.

@@ -112,7 +112,8 @@ def _judge_limits(report: TaskReport, got: float, limit: TaskLimit) -> Iterator[
         if ends is None:
             words = f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
             return Judgement(unproven=(words,))
-        # By the samples that became right or wrong if these were counted, else by the width of the interval.
+        # How many samples would be enough follows from those that became right or wrong, or without these counts from
+        # the width of the interval.
         if report.gained is None or report.lost is None:
             enough = find_enough(report.samples, ends[1] - value, most - value)
         else:
@@ -145,7 +146,7 @@ def _judge_limits(report: TaskReport, got: float, limit: TaskLimit) -> Iterator[
 
 
 def _refuse(report: TaskReport, line: str, *, may_be_luck: bool) -> Judgement:
-    """Returns a failure; it is only not proven if some samples were not measured and chance may be the reason."""
+    """Returns a failure, or "not proven" if some samples were not measured and chance may be the reason."""
     if may_be_luck and report.is_partial:
         return Judgement(unproven=(f"{line}, on {report.samples} of {report.labelled} labelled samples",))
     return Judgement(failures=(line,))

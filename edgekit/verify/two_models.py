@@ -104,7 +104,7 @@ def compare_models(
     inputs, outputs = _pair_names(a.inputs, b.inputs), _pair_names(a.outputs, b.outputs)
     # Samples that hold the inputs of both models under each one's names.
     both = map_samples(samples, lambda given: {**given, **{b: given[a] for b, a in inputs.items() if a in given}})
-    # Refused here, an input of another name, type or shape is no finding about an output.
+    # An input of another name, type or shape is refused here; otherwise it would look like a fault of an output.
     adapt_sample(next(iter(both), {}), b)
     wanted = keep_small(run_unoptimized(a, both))
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}

@@ -296,7 +296,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
     weights = {name: _digest_weights(model, protos[name]) for name, model in models.items()}
     if not (equal := folders.find_shared(weights.values())):
         return {}, 0
-    # Named after its content, so that the file of another group has another name.
+    # The file is named after its content, so that two groups never have different files of the same name.
     file = folder / f"weights-{digest_bytes(''.join(equal).encode())[:16]}.data"
     found = {digest: places[0] for each in reversed(weights.values()) for digest, places in each.items()}
     offsets = _write_weights(file, {digest: found[digest] for digest in equal})
@@ -307,7 +307,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, t
         for digest, places in own_shared.items():
             for place in places:
                 point_to(place.tensor, DataPlace(file.name, offsets[digest], place.size_bytes))
-        # Named after the member, because in a group the models are in one folder.
+        # The file is named after the member, because all models of a group are in one folder.
         path = folder / name / "model" / f"{name}.onnx"
         # External weights that are not shared go beside the model.
         outside = [it for it in proto.graph.initializer if it.data_location == onnx.TensorProto.EXTERNAL]

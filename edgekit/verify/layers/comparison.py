@@ -31,13 +31,13 @@ from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.changes import describe_change, describe_pairs
 from edgekit.verify.metrics.tensor_metrics import Floats, SampleErrors, measure_errors, sqnr_db
 
-# Rounding to 8 bits leaves more of a weight than this, the worst grid of four bits too.
+# A weight that is rounded to 8 bits has a higher SQNR than this, and so has one on the worst grid of 4 bits.
 _LEAST_WEIGHT_DB = 12.0
 _MOST_CAUSES = 3
 
 
 def _compare_nodes(wanted: Node, node: Node, a: Graph, b: Graph, *, scaled: bool) -> Iterator[str]:
-    """Yields how a node of `b` differs from that of `a`, its weights only if their channels are not `scaled` in `b`."""
+    """Yields how a node of `b` differs from that of `a`; weights with channels `scaled` in `b` are not compared."""
     if node.op_type != wanted.op_type:
         yield f"its operator is {node.op_type}, in the reference {wanted.op_type}"
         return

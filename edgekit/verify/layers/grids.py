@@ -164,7 +164,7 @@ _ROUNDING: Mapping[Arithmetic, tuple[float, float]] = {"float": (2.0**-20, 2.0**
 
 
 def allow_rounding(arithmetic: Arithmetic, reach: float) -> float:
-    """Returns the error that a result may have if the largest value is `reach`: if large ones cancel, it is no fault.
+    """Returns the error that rounding may cause in a result whose inputs have values up to `reach`, which may cancel.
 
     Float32 has 24 bits and half precision 11 (IEEE 754): four and three bits are added for sums over many terms.
     Integers have a grid, whose step is allowed instead.

@@ -56,9 +56,9 @@ _DECIDING: Mapping[MeasuredKind, Of] = {
 _PAIR_DRAWS, _LEAST_VECTORS = 200, 4
 # The edit distance of longer answers costs the square of their length: for them, steps count.
 _MOST_LETTERS = 4096
-# A variance below this share of the energy is rounding of float32: then nothing varies.
+# A variance below this share of the energy is only the rounding of float32: the output counts as constant.
 _STILL = 1e-10
-# The probability of failing by chance an output that keeps its limit (one side of a 95 % interval).
+# The probability that an output which keeps its limit fails by chance (one side of a 95 % interval).
 _DOUBT = 0.025
 
 
@@ -71,7 +71,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     samples: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def is_below(self, least: float) -> bool:
-        """Returns True if chance would seldom give so low a share, were the true share `least`.
+        """Returns True if so low a share would seldom occur by chance with a true share of `least`.
 
         Shares of samples are tested by the binomial distribution itself (Clopper and Pearson 1934), because few samples
         are far from normal; others by their interval.
@@ -175,7 +175,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if answers:
         blank = find_blank(before for before, _ in answers)
         spelt = [[spell_answer(each, blank) for each in pair] for pair in answers] if blank is not None else []
-        # Where the float model reads less than a letter a sample, the samples hold no text, or it is no reader.
+        # If the float model reads less than one letter per sample, the samples hold no text, or the output is none.
         reads = bool(spelt) and sum(len(before) for before, _ in spelt) >= len(spelt)
         if reads and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
             of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
@@ -188,7 +188,8 @@ def _share_findings(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     for pair in pairs():
         one, two = (read_decisions(each, reading) for each in pair)
         both, said = int((one & two).sum()), int(one.sum() + two.sum())
-        # Of yes, then of no: twice how often both sides say it, and how often either does.
+        # For the answer yes, then for no: twice the number of entries where both sides give it, and the sum of both
+        # numbers of entries where one side gives it.
         rows.append((2 * both, said, 2 * (one.size - said + both), 2 * one.size - said))
     if rows:
         table = np.array(rows, np.float64)

@@ -1,4 +1,4 @@
-"""In what way a tensor is not the expected one: the simplest change of the expected values that gives what came back.
+"""How a tensor differs from the expected one: the simplest change that turns the expected values into its values.
 
 Each kind of change is fitted to the values by least squares, and named if it explains nearly all of their variation.
 Kinds with few parameters come first.
@@ -22,7 +22,7 @@ _LEAST_VALUES = 4
 _MOST_VALUES = 1 << 22
 # Every channel is compared with every other one.
 _MOST_CHANNELS = 1024
-# Of each axis, this share may be moved out of a picture or a sequence, and this part may lie at its borders.
+# A picture or a sequence may be moved by at most this share of an axis, or have so many wrong elements at each border.
 _MOST_MOVED, _MOST_BORDER = 0.25, 2
 _LEAST_INSIDE, _LEAST_USED = 0.1, 0.9
 _BINS = 256
@@ -32,7 +32,7 @@ _HALF_MAX = float(np.finfo(np.float16).max)
 _Pair = tuple[Array, Array]
 """What a tensor should be in a sample, and what it is."""
 _Change = tuple[str, Floats, Floats]
-"""A kind of change in words, the values that it gives, and those of the values that came back which it explains."""
+"""A kind of change: its words, the values that it makes, and the values that came back for which it stands."""
 
 
 def describe_pairs(pairs: Sequence[_Pair]) -> str:
@@ -95,7 +95,8 @@ def _list_changes(wanted: Floats, found: Floats) -> Iterator[_Change]:
     ):
         yield words, softmax(made.reshape(len(made), -1), axis=1).reshape(made.shape), result
     low, high = float(found.min()), float(found.max())
-    # What is clipped says nothing of scales and constants, and what a change moves beyond the limits is clipped there.
+    # Clipped values say nothing about a scale or a constant; and values that a change moves beyond the limits are
+    # clipped too.
     known = (wanted > wanted.min()) & (wanted < wanted.max())
     inside = known & (found > low) & (found < high)
     if not inside.mean() > _LEAST_INSIDE:

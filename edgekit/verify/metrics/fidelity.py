@@ -114,7 +114,8 @@ def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
     words = find_leak(own, got) or find_permutation(own, got)
     if words is None and sides.is_whole:
         words = find_swapped(own, got) or find_stuck(own, got)
-    # If the figures are bad, an honest model whose outputs are mostly noise may correlate as little as a false device.
+    # If the figures are bad anyway, an honest device whose outputs are mostly noise may correlate as little as a false
+    # one.
     return words if words or error * _CLOSER >= signal else find_independence(own, got, signal)
 
 
@@ -153,13 +154,13 @@ def find_replay(sides: Sides) -> str | None:
         halves, singles = reference.astype(np.float16), reference.astype(np.float32)
         spacing = np.spacing(np.abs(halves if (halves == reference).all() else singles)).astype(np.float64)
     least = energy_of((0.5 * spacing)[sides.own != reference])
-    # A bundle in float32 gives the float model's outputs but for the order of sums.
+    # A bundle in float32 gives the float model's outputs, except for differences by the order of sums.
     if not energy_of(reference) * _ORDER < apart < math.inf or not max(near, least) * _MUCH_CLOSER < apart:
         return None
     if near == 0.0:
         return "is the float model's to the bit, and the bundle's own model does not give it: another model ran"
-    # How many independent errors carry the own model's distance: of probabilities, which add up to 1, one follows from
-    # the others.
+    # The number of independent errors in the own model's distance. Probabilities add up to 1, so that one of them
+    # follows from the others.
     shared = (reference.min(axis=1) >= 0.0) & (np.abs(reference.sum(axis=1) - 1.0) < _SHARES)
     bound = float(shared.sum()) if reference.shape[1] > 1 else 0.0
     independent = max(1.0, _count_carriers(error.reshape(-1)) * (1.0 - bound / error.size))
@@ -189,7 +190,7 @@ def find_leak(own: Floats, got: Floats) -> str | None:
 
     left, rest = remove(before), remove(error)
     energy = energy_of(left)
-    # A sample before that is much like the sample itself gives no information.
+    # If the sample before is much like the sample itself, it gives no information.
     if energy <= _SAME * energy_of(before):
         return None
     share = float(np.vdot(left, rest)) / energy
