@@ -1,7 +1,6 @@
 """Advice: what to change so that a target takes more nodes. The same rules that check a model predict the gain."""
 
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -13,7 +12,7 @@ import onnx
 
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
-from edgekit.graph.constants import NCHWC_DOMAIN
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, NCHWC_DOMAIN, ORT_DOMAIN, is_own
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs, read_inputs
@@ -226,10 +225,21 @@ def _find_missing(case: Case) -> Iterator[Finding]:
     missing = set(case.refused(because="has no builder"))
     # The nodes that quantize have advice of their own, `use-float`.
     nodes = [node for node in case.nodes if node.name in missing and not (node.is_quantizer or node.fatal)]
-    counts = Counter(node.op for node in nodes if case.splits or node.macs)
-    for op in sorted(counts):
-        names = tuple(node.name for node in nodes if node.op == op and (case.splits or node.macs))
-        yield Finding(nodes=names, word=f"{op}: {_INSTEAD.get(op, _ELSEWHERE)}", subject=op)
+    found = dict[tuple[str, str], list[str]]()
+    for node in nodes:
+        if case.splits or node.macs:
+            found.setdefault((node.op, node.domain), []).append(node.name)
+    for (op, domain), names in sorted(found.items()):
+        yield Finding(nodes=(*names,), word=f"{op}: {_instead(op, domain, read_opset(case.graph.model))}", subject=op)
+
+
+def _instead(op: str, domain: str, opset: int) -> str:
+    """Returns who computes an operator that the provider lacks, and what to do."""
+    if domain in MAIN_DOMAINS and not (onnx.defs.has(op, opset) or is_own(onnx.NodeProto(op_type=op), opset)):
+        return f"nor has ONNX of opset {opset}, so that no session starts. Export it as operators of that opset"
+    if domain not in {*MAIN_DOMAINS, ML_DOMAIN} and not domain.startswith(ORT_DOMAIN):
+        return "a library of custom operators computes it on the CPU. Ship that too, or export it as operators of ONNX"
+    return _INSTEAD.get(op, _ELSEWHERE)
 
 
 def _find_choices(case: Case) -> Iterator[Finding]:

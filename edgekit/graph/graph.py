@@ -337,9 +337,11 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
     # Attributes of text are bytes in onnx.proto, and need not be UTF-8.
     if isinstance(value, bytes):
         return value.decode(errors="replace")
+    if attribute.type == onnx.AttributeProto.STRINGS:
+        return tuple(entry.decode(errors="replace") for entry in attribute.strings)
+    # Numbers are not looked at one by one: a tree ensemble has thousands, and a graph is viewed many times.
     if attribute.type in _LISTS:
-        entries = cast("Iterable[object]", value)
-        return tuple(entry.decode(errors="replace") if isinstance(entry, bytes) else entry for entry in entries)
+        return tuple(cast("Iterable[object]", value))
     return "tensor or graph"
 
 

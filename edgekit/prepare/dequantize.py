@@ -63,7 +63,8 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
         {*models.find_integer_ops(proto), *({node.op_type for node in models.iterate_nodes(proto.graph)} & _FUSED)}
     ):
         words = f"'{model.path.name}' has quantized operators that cannot be made float: {', '.join(left)}"
-        raise ModelError(words, hint="give the float model that it was made from")
+        hint = "only what dynamic quantization writes can; of a model quantized in another way, give the float model"
+        raise ModelError(words, hint=hint)
     if not any(found):
         raise ModelError(f"'{model.path.name}' is not dynamically quantized", hint="leave out --dequantize")
     return models.save_proto(proto, out)

@@ -108,6 +108,8 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
                 best = max(rows, key=lambda bits: min(faster[bits].values()))
                 shares = ", ".join(f"{share:.0%} against {other}" for other, share in faster[best].items())
                 answer = f"{best} forecast to be the fastest, as it was in most measured pairs ({shares})"
+                if fastest_ms < times[best]:
+                    answer += ", although the uncertain times above say otherwise"
             elif same == ["float"]:
                 answer = "float is forecast to be the fastest, so quantizing would cost time"
             elif "float" in same:

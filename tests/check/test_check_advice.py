@@ -97,6 +97,24 @@ def test_a_choice_by_the_data_or_by_two_inputs_is_not(tmp_path: Path, choice: st
     assert "freeze-input" not in _advice(tmp_path, _CHOICE.format(choice=choice), "nnapi")
 
 
+@pytest.mark.parametrize(
+    ("op", "told"),
+    [
+        ("Erfc", "nor has ONNX of opset 17, so that no session starts."),
+        # Of opset 20.
+        ("Gelu", "nor has ONNX of opset 17, so that no session starts."),
+        ("my.ops.Erfc", "a library of custom operators computes it on the CPU."),
+        ("Acos", "the CPU computes it."),
+        ("com.microsoft.BiasGelu", "the CPU computes it."),
+    ],
+)
+def test_the_cpu_is_said_to_compute_only_what_it_has(tmp_path: Path, op: str, told: str) -> None:
+    given = "x, b" if "Bias" in op else "x"
+    body = f"(float[4] x, float[4] b) => (float[4] y) {{ a = {op}({given}) y = Relu(a) }}"
+    message = _advice(tmp_path, body, "nnapi")["no-builder"].message
+    assert message.startswith(f"the provider has no {op.rpartition('.')[2]}: {told}")
+
+
 def test_a_recurrent_net_is_told_where_to_go(tmp_path: Path) -> None:
     body = (
         "(float[4,1,3] x) => (float[4,1,1,2] y) <float[1,8,3] w = {{{}}}, float[1,8,2] r = {{{}}}> "

@@ -242,6 +242,10 @@ def test_weights_with_a_scale_for_each_channel_or_block_become_float(
             "q, s, z = DynamicQuantizeLinear(x) y = Cast<to = 1>(q)",
             "quantized operators that cannot be made float: DynamicQuantizeLinear",
         ),
+        (
+            "s = Constant<value_float = 0.1>() q = QuantizeLinear(x, s) y = DequantizeLinear(q, s)",
+            r"float: QuantizeLinear \(only what dynamic quantization writes can;",
+        ),
     ],
 )
 def test_what_cannot_be_made_float_is_refused(body: str, message: str, tmp_path: Path) -> None:
