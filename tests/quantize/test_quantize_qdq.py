@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, str], set[str], str, str]] = {
     "nnapi": ("nnapi", {}, {"Conv"}, "uint8", "int8"),
     "nnapi-28": ("nnapi", {"api_level": "28"}, set(), "uint8", "int8"),
     "qnn": ("qnn", {}, {"Conv", "Gemm"}, "uint8", "int8"),
-    "xnnpack": ("xnnpack", {}, {"Conv"}, "int8", "int8"),
+    "xnnpack": ("xnnpack", {}, {"Conv", "Gemm"}, "int8", "int8"),
     "cpu-arm64": ("cpu", {"arch": "arm64"}, {"Conv", "Gemm"}, "int8", "int8"),
     "cpu-x64-vnni": ("cpu", {"arch": "x64-vnni"}, {"Conv", "Gemm"}, "uint8", "int8"),
     "cpu-x64": ("cpu", {"arch": "x64"}, {"Conv", "Gemm"}, "uint8", "uint8"),
