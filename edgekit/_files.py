@@ -114,12 +114,21 @@ def require_place(path: Path) -> None:
     """
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     reason = "it is a folder" if path.is_dir() or path.name in {"", ".."} else ""
-    if not folder.is_dir():
+    if _is_special(path):
+        reason = _SPECIAL
+    elif not folder.is_dir():
         reason = f"'{folder}' is no folder"
     elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         reason = "this place is read-only"
     if reason:
         raise OutputError(f"cannot write '{path}': {reason}", hint="choose a place you may write, with space")
+
+
+_SPECIAL = "it is a device or a pipe, in whose place a file would be put"
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def require_apart(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
@@ -375,9 +384,12 @@ def writing(path: Path) -> Generator[None]:
     """Turns an error of the system in the block into the message that `path` cannot be written.
 
     Raises:
-        OutputError: there was one.
+        OutputError: there was one, or `path` is a device or a pipe: a rename would put a file in its place, also in
+            that of /dev/null.
     """
     try:
+        if _is_special(path):
+            raise OutputError(f"cannot write '{path}': {_SPECIAL}", hint="give the name of a file")
         yield
     except OSError as error:
         reason = error.strerror or str(error)

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -89,6 +90,14 @@ def test_a_place_where_nothing_can_be_written_is_refused_beforehand(tmp_path: Pa
     for place, reason in ((tmp_path, "it is a folder"), (tmp_path / "file" / "r.html", "file' is no folder")):
         with pytest.raises(OutputError, match=reason):
             require_place(place)
+
+
+def test_no_file_takes_the_place_of_a_device_or_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for write in (partial(write_file, data=b"new"), require_place):
+        with pytest.raises(OutputError, match="it is a device or a pipe"):
+            write(pipe)
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("way", [replacing_file, staged_folder, staged_entries, work_folder])
