@@ -247,7 +247,7 @@ def _wide_tensors(
     wide = {name: roomy[name] for name in float_activations(graph) if name in touched and name in roomy}
     recurrent = [node for node in graph.nodes if node.op_type in _RECURRENT and node.name not in floats]
     constants = {name for node in recurrent for name in node.input if graph.is_float_constant(name)}
-    return wide | {name: read_constant_range(graph, name) for name in sorted(constants)}
+    return wide | {name: read_constant_range(graph, name, roomy) for name in sorted(constants)}
 
 
 def add_headroom(graph: Graph, seen: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
@@ -301,8 +301,10 @@ def leave_out(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
     return msgspec.structs.replace(plan, ranges=ranges, wide=wide)
 
 
-def read_constant_range(graph: Graph, name: str) -> TensorRange:
-    """Returns the range of all values of a constant."""
+def read_constant_range(graph: Graph, name: str, known: Mapping[str, TensorRange]) -> TensorRange:
+    """Returns the range of a constant: the `known` one if its largest numbers only multiply zeros, else that of all."""
+    if name in known:
+        return known[name]
     values = graph.weight(name)
     return TensorRange(low=float(values.min()), high=float(values.max()))
 

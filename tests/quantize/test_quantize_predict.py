@@ -784,13 +784,15 @@ def test_the_probability_of_an_answer_is_that_of_all_steps_that_spell_it() -> No
     assert {(), (1,), (1, 1), (1, 2, 1), (1, 2, 1, 2, 1)} <= spelt.keys()
     for answer, probability in spelt.items():
         assert find_probability(answer, dict(enumerate(rows)), 0) == pytest.approx(probability)
-    # Each step alone is more likely a blank, but a letter anywhere is more likely than none.
+    # Each step alone is more likely a blank, but a letter anywhere is more likely than none. Another line has letters.
     reading, measure = Reading(kind="sequence", axis=1), MEASURES["sequence"]
+    line = np.log(0.01 + np.eye(3, dtype=np.float32)[[1, 0, 2]].T)[None]
     before, after = (
-        np.log([[[1 - each for each in row], row]]).astype(np.float32) for row in ([0.1, 0.45, 0.1], [0.1, 0.9, 0.1])
+        np.log([[[1 - each - 1e-9 for each in row], row, [1e-9] * 3]]).astype(np.float32)
+        for row in ([0.1, 0.45, 0.1], [0.1, 0.9, 0.1])
     )
-    loss = measure.judge([measure.record(before, after, reading)] * 2)
-    assert loss.estimate == pytest.approx(0.9 * 0.55 * 0.9 - (1 - 0.9 * 0.55 * 0.9 - 0.1 * 0.55 * 0.1), abs=1e-6)
+    loss = measure.judge([measure.record(before, after, reading), measure.record(line, line, reading)])
+    assert 2 * loss.estimate == pytest.approx(0.9 * 0.55 * 0.9 - (1 - 0.9 * 0.55 * 0.9 - 0.1 * 0.55 * 0.1), abs=1e-6)
 
 
 def test_a_letter_that_comes_a_step_later_is_the_same_answer() -> None:
@@ -805,11 +807,13 @@ def test_a_letter_that_comes_a_step_later_is_the_same_answer() -> None:
     short, later, other = [0, 2, 0, 0, 3, 0, 0], [0, 0, 2, 0, 3, 3, 0], [0, 2, 0, 2, 3, 0, 0]
     assert agree((short, later)) == 1
     assert agree((short, other)) == 0
-    # Without a class that most steps have, each step counts. A long line has fewer blanks than letters, but its blank
-    # is that of the others.
-    full, shifted = [1, 2, 0, 3, 1, 0, 2], [1, 2, 2, 3, 1, 0, 2]
+    # Without a class of most changes each step counts; so it does where one class fills up short words.
+    full, shifted = [1, 2, 3, 1, 3, 2, 2], [1, 2, 2, 3, 1, 3, 2]
     assert agree((full, shifted)) == 0
-    assert agree((full, shifted), (short, later), (short, short)) == 1
+    assert agree(([1, 2, 3, 0, 0, 0, 0, 0], [1, 2, 3, 3, 0, 0, 0, 0])) == 0
+    # A line of close letters has fewer blanks than letters; what its blank is, others may tell.
+    assert agree(([1, 0, 2, 3, 0, 1, 2, 0, 3, 0, 1], [1, 0, 2, 3, 0, 1, 0, 2, 3, 0, 1])) == 1
+    assert agree((full, shifted), *[(short, later)] * 5) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 600, 4), (1, 4, 600)])

@@ -107,7 +107,7 @@ def turn(cosine: float) -> Array:
     return np.diag([2, 2, 2, 2 * cosine]) + np.diag([2 * np.sqrt(1 - cosine**2)], -3)
 
 
-LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 0, 1)] for count in (4096, 4097)}
+LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 2, 0)] for count in (4096, 4097)}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 0, 1)] for count in (40
         (Reading(kind="map", axis=0), [[[1, 5, 1, 1], [2] * 4]], [[[1, 5, 1, 3], [2] * 4]], [("places", 0.75)]),
         (Reading(kind="labels"), [[1, 2, 3, 4]], [[1, 2, 0, 0]], [("labels", 0.5)]),
         (Reading(kind="sequence", axis=2), [one_hot(1, 2, 3, 1)], [one_hot(1, 2, 3, 2)], [("steps", 0.75)]),
-        # The blank is 0, as in most steps: 1 2 3 became 1 3, and 2 became 1 2.
+        # The blank is 0, as in most changes: 1 2 3 became 1 3, and 2 became 1 2.
         (Reading(kind="sequence", axis=2), [one_hot(0, 1, 0, 2, 0, 0, 3, 0), one_hot(0, 0, 0, 2)],
          [one_hot(0, 1, 0, 0, 0, 0, 3, 0), one_hot(1, 0, 0, 2)], [("letters", 1 - 2 / 5)]),
         # Most words have no tag.

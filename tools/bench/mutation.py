@@ -58,6 +58,7 @@ TESTS = {
     "quantize/plan.py": "plan wide_weights ranges",
     "quantize/mixed_precision/auto.py": "choose equalize default_mode",
     "quantize/mixed_precision/candidates.py": "relief choose",
+    "quantize/mixed_precision/goal_search.py": "default_mode choose placement relief four_bits float_regions",
     "quantize/mixed_precision/relief.py": "relief compared_tensors choose default_mode",
     "quantize/mixed_precision/placement.py": "placement",
     "quantize/ranges.py": "ranges qdq families",

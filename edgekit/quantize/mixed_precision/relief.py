@@ -184,17 +184,17 @@ def relieve_tensors(
         roomy = add_headroom(graph, calibration.ranges["minmax"])
         seen = {name: its for name, its in roomy.items() if range_source(graph, name) in every}
         # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
-        tables = {name: read_constant_range(graph, name) for name in every if graph.is_float_constant(name)}
-        wide = {**plan.wide, **seen, **tables, **_read_operand_ranges(graph, (*every, *seen))}
-        wide |= {name: plan.ranges[name] for name in wide.keys() & plan.ranges.keys() & graph.constants.keys()}
+        constants = [name for name in every if graph.is_float_constant(name)]
+        constants += _find_operands(graph, (*every, *seen))
+        wide = {**plan.wide, **seen, **{name: read_constant_range(graph, name, plan.ranges) for name in constants}}
         if plan.scheme == "qnn":
             wide = _widen_joined(graph, wide, plan.ranges, roomy)
         return msgspec.structs.replace(plan, wide=wide)
     return keep_float(graph, plan, tuple(every))
 
 
-def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, TensorRange]:
-    """Returns the ranges of the constants of the additions, products and Pads that make or read these tensors.
+def _find_operands(graph: Graph, names: Collection[str]) -> list[str]:
+    """Returns the constants of the additions, products and Pads that make or read these tensors.
 
     Example: scikit-learn subtracts a mean of its own from each column. In 8 bits the means of all columns have the
     steps of the largest, and the tensor is off by a constant that its own 16 bits do not mend. A product with the
@@ -206,7 +206,7 @@ def _read_operand_ranges(graph: Graph, names: Collection[str]) -> dict[str, Tens
     constants = dict.fromkeys(name for node in readers.values() for name in node.input if graph.is_float_constant(name))
     # A constant has one grid for all its readers, and a node that computes in 8 bits would not be taken with one in 16.
     shared = {name for name in constants if any(node.name not in readers for node in graph.readers(name))}
-    return {name: read_constant_range(graph, name) for name in constants if name not in shared}
+    return [name for name in constants if name not in shared]
 
 
 def _widen_joined(

@@ -5,7 +5,7 @@
 | classes, map, labels | equal decisions: of samples, of places, of entries |
 | map of Sigmoids | the F1 score (Dice 1945) of the rarer of the answers yes and no: equal entries would be many even |
 | | for a run that finds nothing |
-| sequence | equal steps; or letters, by their edit distance, where most steps are the blank of CTC |
+| sequence | equal steps; or letters, by their edit distance, where most changes of class are to or from CTC's blank |
 | embedding | how samples resemble each other: the correlation of the cosines of all pairs (Kriegeskorte et al. 2008) |
 | | of a vector of the float model with another of its own, or of the other run; or, if that is larger, the energy |
 | | of the vectors that cannot be mistaken: their error is less than half the distance to the nearest other vector |
@@ -173,7 +173,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if not rows:
         return
     if answers:
-        blank = find_blank(before for before, _ in answers)
+        blank = find_blank([before for before, _ in answers])
         spelt = [[spell_answer(each, blank) for each in pair] for pair in answers] if blank is not None else []
         # If the float model reads less than one letter per sample, the samples hold no text, or the output is none.
         reads = bool(spelt) and sum(len(before) for before, _ in spelt) >= len(spelt)
