@@ -233,9 +233,10 @@ def run_command(arguments: list[str]) -> int:
         place, hint = error.filename, "(free some space, or set TMPDIR to a larger place)"
         if error.errno == errno.ENAMETOOLONG:
             return _complain(f"'{place}': {error.strerror} (give a shorter path)")
-        # Without a name it is stdout, or an open file among the intermediate ones.
+        # Without a name it is stdout, or an open file: an intermediate one, or one that will be moved into its place.
         if place is None:
-            return _complain(f"cannot write to stdout, or in '{tempfile.gettempdir()}': {error.strerror} {hint}")
+            places = f"to stdout, in '{tempfile.gettempdir()}' or beside the output"
+            return _complain(f"cannot write {places}: {error.strerror} {hint}")
         return _complain(f"cannot write '{place}': {error.strerror} {hint}")
     return code if isinstance(code, int) else YES
 
