@@ -1,9 +1,13 @@
 """Fixtures of the quantize stage; no test changes their files."""
 
+from typing import Any
+
 import pytest
 from quantize_models import COLLAPSING, conv_net, make_model, random_samples
 
+from edgekit._ort import CpuSession
 from edgekit.model.model import Model
+from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model
 
 
@@ -27,3 +31,16 @@ def collapsing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibra
     folder = tmp_path_factory.mktemp("collapsing")
     model = make_model(COLLAPSING, folder / "m.onnx", {"w": (32, 32), "v": (32, 32)})
     return model, calibrate_model(model, random_samples(model, count=48), work=folder / "work")
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[CpuSession]:
+    """The session of each run that a test begins."""
+    begun, run = list[CpuSession](), CpuSession.run
+
+    def note(session: CpuSession, *given: Any, **more: Any) -> dict[str, Array]:
+        begun.append(session)
+        return run(session, *given, **more)
+
+    monkeypatch.setattr(CpuSession, "run", note)
+    return begun

@@ -10,7 +10,7 @@ from fixture_types import present
 from onnx import numpy_helper
 from tiny_models import parse_net
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, StatedOutput, Tensors
@@ -68,6 +68,15 @@ def make_model(
 def conv_net(folder: Path) -> Model:
     """A small CNN with a depthwise Conv, a residual Add, pooling and a classifier."""
     return make_model(CONV_NET, folder / "conv_net.onnx", CONV_SHAPES)
+
+
+def read_activations(model: Model, names: Iterable[str], samples: Samples) -> list[Tensors]:
+    """What some tensors inside a model are for each sample."""
+    proto = onnx.load(str(model.path))
+    del proto.graph.output[:]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    session = CpuSession(proto.SerializeToString(), SessionSettings(level=Level.DISABLED))
+    return [session.run(sample) for sample in samples]
 
 
 def make_samples(arrays: Sequence[Tensors], source: str = "test data") -> Samples:

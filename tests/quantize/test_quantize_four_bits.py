@@ -31,7 +31,6 @@ from edgekit.quantize.calibration.held_out import read_fitted, read_held_out
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
-    Rounded,
     Rounding,
     lowest,
     pack_int4,
@@ -237,28 +236,6 @@ def test_each_weight_is_ranked_by_what_it_alone_costs(tmp_path: Path) -> None:
     for name, error in errors.items():
         alone = msgspec.structs.replace(draft.plan, bits={name: 4})
         assert -10 * np.log10(error.noise) == pytest.approx(judge(draft, alone), abs=2)
-
-
-@pytest.mark.parametrize(("groups", "outputs", "size"), [(1, 12, 150), (6, 3, 9)])
-def test_gptq_errs_less_at_the_output_with_scales_of_blocks_too(groups: int, outputs: int, size: int) -> None:
-    rng = np.random.default_rng(4)
-    matrix = rng.normal(size=(groups, outputs, size)).astype(np.float32)
-    mix = rng.normal(size=(groups, size, 2 * size)) * np.geomspace(1, 0.05, 2 * size)
-    moment = mix @ np.swapaxes(mix, 1, 2)
-    scale = search_scale(matrix, energy=np.diagonal(moment, axis1=1, axis2=2))
-    each = scale * rng.uniform(1, 1.3, (groups, outputs, size)).astype(np.float32)
-
-    def output_error(rounded: Rounded) -> float:
-        error = matrix - rounded.values
-        return float(np.einsum("goi,gij,goj->", error, moment, error))
-
-    for scales in (scale, each):
-        found = round_gptq(matrix, moment, scales, limit=FOUR_LIMIT)
-        assert output_error(found) < 0.7 * output_error(round_nearest(matrix, scales, FOUR_LIMIT))
-        assert -8 <= found.integers.min() <= found.integers.max() <= 7
-    # One scale for all is one for each of equal size.
-    same = round_gptq(matrix, moment, np.broadcast_to(scale, matrix.shape), limit=FOUR_LIMIT)
-    assert np.array_equal(same.integers, round_gptq(matrix, moment, scale, limit=FOUR_LIMIT).integers)
 
 
 WIDE_NET = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {

@@ -105,20 +105,14 @@ def test_large_outputs_lie_in_a_file(samples: Samples, tmp_path: Path, monkeypat
     assert found == FloatReference(good, samples).predict_drop(other)
 
 
-def test_outputs_of_calibration_are_used(samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_calibration_are_used(samples: Samples, tmp_path: Path, runs: list[CpuSession]) -> None:
     # Three samples count; kinds of outputs are guessed from 16.
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "9, 0, 0, 0")
     expected, reference = FloatReference(good, samples, most=3).predict_drop(bad), FloatReference(good, samples, most=3)
     session = CpuSession(good.path, SessionSettings())
     for index, sample in enumerate(samples.read()):
         reference.keep(index, session.run(sample))
-    runs, run = list[CpuSession](), CpuSession.run
-
-    def count(session: CpuSession, inputs: Tensors) -> dict[str, Array]:
-        runs.append(session)
-        return run(session, inputs)
-
-    monkeypatch.setattr(CpuSession, "run", count)
+    runs.clear()
     assert reference.predict_drop(bad) == expected
     assert len(runs) == 3
 
@@ -231,14 +225,6 @@ def test_a_loss_follows_what_outputs_mean(shape: str, tail: str, scale: float, m
     assert not far.meets(0.005)
     assert present(far.drop_interval)[0] <= present(far.drop_estimate) <= present(far.drop_interval)[1]
     assert present(far.drop_estimate) > 0.05
-
-
-def test_a_sigmoid_for_each_row_decides(tmp_path: Path) -> None:
-    """As that of a word segmenter, which says of each letter whether a word begins at it."""
-    text = "g (float[64,8] x) => (float[64,1] y) { h = MatMul(x, w) y = Sigmoid(h) }"
-    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (8, 1)}))
-    rows = [{"y": np.random.default_rng(seed).random((64, 1)).astype(np.float32)} for seed in range(4)]
-    assert read_output_kinds(graph, rows, {})["y"] == Reading(kind="map", axis=1, squash="Sigmoid")
 
 
 @pytest.mark.parametrize("shape", ["float[1,64]", "float[1,20,10]", "float[1,85,4,4]"])

@@ -162,9 +162,10 @@ def test_a_gain_for_each_number_of_the_input_is_no_score(size: int, kind: str, t
     ("shape", "reach", "kind"),
     [
         ("64,88", 4, "map"), ("1,64,88", 4, "map"), ("1,12,16,16", 4, "map"), ("1,1,16,16", 4, "map"),
-        ("1,64,88", 0.2, "values"), ("1,64,4", 4, "values"), ("1,64,40", 4, "values"), ("1,3,16,16", 4, "image"),
+        ("64,1", 4, "map"), ("1,64,88", 0.2, "values"), ("1,64,4", 4, "values"), ("1,64,40", 4, "values"),
+        ("1,3,16,16", 4, "image"),
     ],
-    ids=["roll", "batch", "labels of pixels", "mask", "unsure", "corners", "gains", "colours"],
+    ids=["roll", "batch", "labels of pixels", "mask", "beginnings of words", "unsure", "corners", "gains", "colours"],
 )  # fmt: skip
 def test_sigmoids_of_many_say_yes_or_no(shape: str, reach: float, kind: str, tmp_path: Path) -> None:
     """Whether a note sounds; but corners of boxes, gains for the input and colours of an image are numbers."""
