@@ -214,14 +214,6 @@ def test_an_input_without_a_rank_gets_one(tmp_path: Path) -> None:
         prepare_model(model, tmp_path / "out.onnx", {})
 
 
-def test_the_past_of_a_first_step_is_empty(tmp_path: Path) -> None:
-    def name_sum(proto: onnx.ModelProto) -> None:
-        proto.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "past + new"
-
-    text = "g (float[2,past] p, float[2,new] x) => (float[2,?] y) { y = Concat<axis = 1>(p, x) }"
-    assert shapes(prepare(text, tmp_path, {"past": 0, "new": 3}, edit=name_sum)[1]) == [(2, 0), (2, 3), (2, 3)]
-
-
 @pytest.mark.parametrize("write", [prepare_model, sketch_model])
 def test_a_branch_that_is_not_taken_need_not_fit_the_dimensions(write: Callable[..., Model], tmp_path: Path) -> None:
     text = """g (float[N,M] x) => (float[N,M] y)
@@ -358,14 +350,6 @@ def test_weights_of_2_gb_cannot_go_inside(tmp_path: Path) -> None:
     facts = {name: getattr(model, name) for name in model.__struct_fields__} | {"size_bytes": 3 << 30}
     with pytest.raises(ModelError, match=r"ends at 2 GB"):
         refuse_inline(Model(**facts))
-
-
-@pytest.mark.parametrize("opset", [9, 13, 15, 18, 21, 22])
-def test_a_model_is_converted_to_older_and_newer_opsets(tmp_path: Path, opset: int) -> None:
-    model = make_net(tmp_path / "m.onnx")
-    prepared = prepare_model(model, tmp_path / "p.onnx", {}, opset=opset)
-    assert prepared.opsets["ai.onnx"] == opset
-    assert np.array_equal(run(prepared, image=normalise(PIXELS)), run(model, image=normalise(PIXELS)))
 
 
 HEADS = """g (float[2] x, int64 k, string s) => (float[2] y, float[2] z, string t)

@@ -160,16 +160,12 @@ ATTENTION, ROTARY = (CASES[id_].spellings[0] for id_ in ("join-attention", "join
 PLAIN, GUARDED = ATTENTION.list_found()[0], ATTENTION.list_found()[-1]
 
 
-def test_attention_whose_chances_are_read_twice_stays(tmp_path: Path) -> None:
-    text = PLAIN.replace("=> (float[1,5,8] y)", "=> (float[1,5,8] y, float[1,2,5,3] x2)")
-    text = text.replace("o = MatMul", "x2 = Identity(p) o = MatMul")
-    assert rewrite(tmp_path, text, "join-attention").fixes == ()
-
-
-def test_attention_of_doubles_and_keys_that_several_texts_share_stay_apart(tmp_path: Path) -> None:
+def test_attention_stays_of_doubles_of_keys_that_texts_share_and_of_chances_that_are_read_twice(tmp_path: Path) -> None:
+    twice = PLAIN.replace("=> (float[1,5,8] y)", "=> (float[1,5,8] y, float[1,2,5,3] x2)")
+    twice = twice.replace("o = MatMul", "x2 = Identity(p) o = MatMul")
     texts = PLAIN.replace("[1,5,8]", "[2,5,8]").replace("{1,5,8}", "{2,5,8}").replace("Reshape(q, s)", "Reshape(q, e)")
     texts = texts.replace("int64[4] s =", "int64[4] e = {2,5,2,4}, int64[4] s =")
-    for other in (PLAIN.replace("float", "double"), texts):
+    for other in (PLAIN.replace("float", "double"), texts, twice):
         assert rewrite(tmp_path, other, "join-attention").fixes == ()
 
 

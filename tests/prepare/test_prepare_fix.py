@@ -98,19 +98,11 @@ def test_every_rewrite_has_advice() -> None:
     assert set(REWRITES) - set(REQUIRED_REWRITES) <= {adviser.id for adviser in ADVISERS}
 
 
-def test_a_target_with_weights_in_blocks_asks_for_products_of_three_dimensions() -> None:
-    assert list_required(load_target("qnn", {"blocks": "32"})) == (
-        "gemm-to-matmul", "half-to-float", "double-to-float", "join-hard-swish", "batch-norm-to-conv", "plain-pad",
-        "plain-power", "plain-gather", "exact-resize",
-    )  # fmt: skip
-    assert list_required(load_target("qnn")) == (
-        "half-to-float", "double-to-float", "join-hard-swish", "batch-norm-to-conv", "plain-pad", "plain-power",
-        "plain-gather", "exact-resize",
-    )  # fmt: skip
+def test_a_target_asks_for_the_rewrites_of_its_weights_in_blocks_and_of_its_float_kernels() -> None:
+    qnn, xnnpack = load_target("qnn"), load_target("xnnpack")
+    assert list_required(load_target("qnn", {"blocks": "32"})) == ("gemm-to-matmul", *list_required(qnn))
+    assert {"half-to-float", "plain-pad"} <= {*list_required(qnn)} - {*list_required(qnn, stays_float=True)}
+    assert {"bounded-exp", "split-lstm"} <= {*list_required(qnn, stays_float=True)} - {*list_required(qnn)}
     assert list_required(load_target("nnapi")) == ("half-to-float", "double-to-float")
-    assert list_required(load_target("qnn"), stays_float=True) == (
-        "bounded-exp", "flat-softplus", "gate-first", "cast-by-int32", "cast-by-floor", "pad-edge", "plain-average",
-        "split-lstm", "plain-power", "plain-gather", "exact-resize",
-    )  # fmt: skip
     assert list_required(load_target("coreml")) == ()
-    assert list_required(load_target("xnnpack"), stays_float=True) == ("exact-resize",)
+    assert list_required(xnnpack, stays_float=True) == ("exact-resize",)
