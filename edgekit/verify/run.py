@@ -100,7 +100,8 @@ def verify_bundle(
     `golden` and `task` replace the bundle's own. If outputs are wrong, or with `layers`, the layer that the device
     computes differently is looked for; else wrong outputs are compared with what `float_model`, or the bundle's own,
     gives for inputs with a usual mistake. `known` holds earlier outputs of the bundle's ONNX file; new ones are added.
-    Each file that runs here takes the self-test. Devices run at the same time, on a checked copy of the bundle.
+    Each model file that this machine can run takes the self-test. Devices run at the same time, on a checked copy of
+    the bundle.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.

@@ -6,9 +6,10 @@
 | map of Sigmoids | the F1 score (Dice 1945) of the rarer of the answers yes and no: equal entries would be many even |
 | | for a run that finds nothing |
 | sequence | equal steps; or letters, by their edit distance, where most changes of class are to or from CTC's blank |
-| embedding | how samples resemble each other: the correlation of the cosines of all pairs (Kriegeskorte et al. 2008) |
-| | of a vector of the float model with another of its own, or of the other run; or, if that is larger, the energy |
-| | of the vectors that cannot be mistaken: their error is less than half the distance to the nearest other vector |
+| embedding | the larger of two shares. How samples resemble each other: over all pairs of samples, the correlation |
+| | (Kriegeskorte et al. 2008) of the cosine of both vectors of the float model with the cosine of the first one and |
+| | the second vector of the other run. And the energy of the vectors that cannot be mistaken for another sample's: |
+| | their error is less than half the distance to the nearest other vector |
 | values, image | the variance between samples (R2), and the energy, which includes an offset common to all samples |
 
 An output that may be of two kinds has a figure for each. All have the same limit: an output that agrees by more than

@@ -204,14 +204,14 @@ def find_leak(own: Floats, got: Floats) -> str | None:
 def find_permutation(own: Floats, got: Floats) -> str | None:
     """Returns the words for outputs that came back for other samples than they belong to, or None.
 
-    If an honest device errs by much, its outputs fall anywhere, and if samples lie on a line one of them is always
-    near. So a match counts more the nearer it is relative to the second nearest (Lowe 2004), and the more directions
-    there are.
+    With large errors, the outputs of an honest device may fall near those of another sample by chance; if the samples
+    lie on a line, one of them is always near. So a match counts for more the nearer it is in comparison with the second
+    nearest sample (Lowe 2004), and the more directions the samples vary in.
     """
     count, dims = len(own), count_dimensions(own)
 
     def weigh(_index: int, distances: Floats) -> float:
-        # A match counts no more than one of all pairs of samples would by chance: classes that saturate coincide.
+        # A match counts at most as much as one by chance among all pairs of samples: outputs that saturate coincide.
         first, second = np.sort(distances)[:2]
         return max(measure_chance(first, second, dims), 1.0 / count**2)
 
@@ -225,7 +225,8 @@ def find_swapped(own: Floats, got: Floats) -> str | None:
 
     As `find_permutation`, for elements instead of samples. The chance of a match is raised to half the number of
     samples that carry the difference (participation ratio), and is multiplied by the number of pairs of elements. On a
-    coarse grid elements coincide, so that one that is a step or two away from its own may meet another: it stays.
+    coarse grid elements may coincide: one that is only a step or two from its own value may meet another by chance, and
+    does not count as moved.
     """
     got = np.where(np.abs(got - own).max(axis=0) > 2.0 * _find_step(own), got, own)
     ours, error = own.T, np.square(got - own).sum(axis=0)
@@ -258,7 +259,7 @@ def _find_moved(
         place = int(distances.argmin())
         if distances[place] * _CLOSER < error[index]:
             nearest[index], chances[index] = place, weigh(int(index), distances)
-    # What is left of the places after every step to the nearest one lies on closed cycles.
+    # Each place is replaced by its nearest one until no more places drop out: those that are left lie on closed cycles.
     places = set(range(len(own)))
     while (reached := {int(nearest[place]) for place in places}) != places:
         places = reached
@@ -271,7 +272,7 @@ def _find_moved(
 def find_stuck(own: Floats, got: Floats) -> str | None:
     """Returns the words for an element that is constant over all samples, if the own model's varies, else None.
 
-    It must err more than twice as much as any other: if a sample is wrong, what one class loses another gains.
+    Its error must be more than twice that of any other element: in a wrong sample, what one class loses another gains.
     """
     error = np.square(got - own).sum(axis=0)
     worst = int(error.argmax())
