@@ -126,17 +126,7 @@ def test_one_element_is_single_and_a_parameter_that_is_no_number_counts_as_0() -
         ("Conv", rules.Rank(at=(0,), allowed=(3, 5)), "rank 4 of input 0 is not 3 or 5"),
         ("Conv", rules.Rank(at=(0,), max=3), "rank 4 of input 0 is above 3"),
         ("Conv", rules.Rank(at=(0,), min=5), "rank 4 of input 0 is below 5"),
-        ("Conv", rules.Rank(at=(0,), min=5, unless_chain=("Relu", "Conv", "Neg"), chain_ends=(2, 4)), None),
-        (
-            "Conv",
-            rules.Rank(at=(0,), min=5, unless_chain=("Relu", "Conv", "Neg"), chain_ends=(2,)),
-            "rank 4 of input 0 is below 5",
-        ),
-        (
-            "Conv",
-            rules.Rank(at=(0,), min=5, unless_chain=("Relu", "Conv", "Abs"), chain_ends=(4,)),
-            "rank 4 of input 0 is below 5",
-        ),
+        ("Conv", rules.Rank(at=(0,), min=5, unless_fused=True), "rank 4 of input 0 is below 5"),
         ("Sub", rules.Rank(at=(1,), max=3), "the rank of input 1 is unknown"),
         ("Add", rules.FullShape(at=(0,)), None),
         ("Add", rules.FullShape(at=(1,)), "input 1 is broadcast, from [1] to [1, 4, 8, 8]"),

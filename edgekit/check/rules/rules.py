@@ -220,21 +220,19 @@ class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
 class Rank(OperandRule, frozen=True, kw_only=True, tag="rank"):
     """Ranks allowed for inputs or outputs.
 
-    With `unless_chain`, values inside a chain of these operators, in this order, may have any rank: the provider fuses
-    the chain into one operator if its first input and its last output have ranks in `chain_ends`.
+    With `unless_fused`, six axes are allowed between a Reshape, a Transpose and a Reshape that QNN computes with fewer.
     """
 
     min: int = 0
     max: int = sys.maxsize
     allowed: tuple[int, ...] = ()
-    unless_chain: tuple[str, ...] = ()
-    chain_ends: tuple[int, ...] = ()
+    unless_fused: bool = False
 
     def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
         rank = None if operand.shape is None else len(operand.shape)
         if rank is not None and self.min <= rank <= self.max and (not self.allowed or rank in self.allowed):
             return
-        if is_in_chain(subject.graph, subject.unit.node, self.unless_chain, self.of, self.chain_ends):
+        if self.unless_fused and is_fused_transpose(subject.graph, subject.unit.node, self.of):
             return
         if rank is None:
             yield f"the rank of {what} is unknown"
@@ -614,10 +612,16 @@ class QuantizedOutput(BaseRule, frozen=True, kw_only=True, tag="quantized_output
             yield "its inputs are quantized but its output is not"
 
 
-def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side, ends: tuple[int, ...]) -> bool:
-    """Returns True if this side of a node is inside a chain of these operators, each read only by the next.
+_RESHAPED = ("Reshape", "Transpose", "Reshape")
+# Space to depth, for both orders of the new channels.
+_TO_DEPTH = ((0, 3, 5, 1, 2, 4), (0, 1, 3, 5, 2, 4))
 
-    Q and DQ are skipped; `ends` are the ranks that its input and its output may have.
+
+def is_fused_transpose(graph: Graph, node: Node, side: Side) -> bool:
+    """Returns True if this side of a node is inside a Reshape, Transpose and Reshape of six axes that QNN fuses.
+
+    Each is read only by the next; Q and DQ are skipped. An axis of one element that the Transpose leaves in place is
+    dropped (reshape_transpose_rank5.cc of onnxruntime-qnn); space to depth is one operator, from 4 axes to 4.
     """
 
     def walk(step: Callable[[Node], Node | None], count: int) -> list[Node]:
@@ -627,14 +631,22 @@ def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...], side: Side, ends
             at = step(at)
         return found
 
-    edge = 0 if side == "inputs" else len(ops) - 1
-    for place in (place for place, op in enumerate(ops) if op == node.op_type and place != edge):
+    edge = 0 if side == "inputs" else len(_RESHAPED) - 1
+    for place in (place for place, op in enumerate(_RESHAPED) if op == node.op_type and place != edge):
         before = walk(lambda each: graph.producers.get(each.input[0]), place)
-        after = walk(lambda each: only_reader(graph, each.output[0]), len(ops) - place - 1)
+        after = walk(lambda each: only_reader(graph, each.output[0]), len(_RESHAPED) - place - 1)
         chain = (*reversed(before), node, *after)
-        outer = (graph.value(chain[0].input[0]).shape, graph.value(chain[-1].output[0]).shape)
-        if tuple(each.op_type for each in chain) == ops and all(len(shape or ()) in ends for shape in outer):
-            return True
+        if tuple(each.op_type for each in chain) == _RESHAPED:
+            names = (chain[0].input[0], *(each.output[0] for each in chain))
+            # An open size, which another rule refuses, counts as 0.
+            shapes = (tuple(dim or 0 for dim in graph.value(name).shape or ()) for name in names)
+            given, wide, turned, made = shapes
+            order = chain[1].entries("perm") or ()
+            if order in _TO_DEPTH:
+                return len(made) == 4 and given == (*wide[:2], math.prod(wide[2:4]), math.prod(wide[4:]))
+            kept = [axis for axis in range(6) if wide[axis : axis + 1] == turned[axis : axis + 1] == (1,)]
+            # Only the first such axis is looked at.
+            return len(wide) == len(order) == 6 and bool(kept) and order[kept[0]] == kept[0]
     return False
 
 
