@@ -11,7 +11,7 @@ import pytest
 from demo_paths import CALIBRATION, MODEL
 from tiny_models import write_small_net
 
-from edgekit.errors import UsageError
+from edgekit.errors import EdgekitError, UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize import QuantPlan
 from edgekit.quantize.accuracy.predict import Prediction
@@ -126,9 +126,9 @@ def test_a_changed_state_is_refused(searched: tuple[Path, QuantizeReport], tmp_p
     if how == "pipe":
         path.unlink()
         os.mkfifo(path)
-    message = {"version": "another edgekit", "pipe": "it is no plain file"}.get(how, "was changed")
+    message = {"version": "another edgekit", "pipe": "it is a device or a pipe"}.get(how, "was changed")
     steps: list[str] = []
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(EdgekitError, match=message):
         _search(path.parent, said=steps)
     assert not any("calibrate" in step for step in steps)
 
