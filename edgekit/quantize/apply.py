@@ -40,6 +40,10 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     wide_constants: dict[str, int] = {}
 
 
+class NothingQuantizedError(ModelError):
+    """Raised for a plan that leaves all nodes in float: each has a neighbour that computes in float."""
+
+
 def quantize_model(
     model: Model, plan: QuantPlan, calibration: Calibration, out: AnyPath, *, is_trial: bool = False
 ) -> QuantizedModel:
@@ -79,7 +83,8 @@ def quantize_model(
             hint="keep its neighbours float too, or quantize its weight",
         )
     if not any(are_integer):
-        raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
+        words = f"no node of '{model.path.name}' was quantized"
+        raise NothingQuantizedError(words, hint="build it with --precision fp32")
     # Rounding returns signed integers; a zero point of 128 turns them into the uint8 that the target takes. An x64 CPU
     # without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW), but those of u8 x u8 exactly
     # (VPMADDWD); ONNX Runtime's own conversion of weights (avx2_weight_s8_to_u8.cc) skips files in ORT format.

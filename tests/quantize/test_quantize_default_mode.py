@@ -612,3 +612,16 @@ def test_headroom_ends_with_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.chosen.step == "all"
     assert found.chosen.prediction.drop_interval == (0.2, 0.4)
     assert search.memo.budget.left_out == ["ranges with headroom"]
+
+
+def test_a_plan_that_leaves_nothing_in_integers_is_no_failure(tmp_path: Path) -> None:
+    """With 20 tensors in float only a Gather is left, but it is not quantized between operators that compute in float."""
+    layers = " ".join(f"h{at} = MatMul(x{at}, w{at}) x{at + 1} = Relu(h{at})" for at in range(12))
+    text = f"(float[1,32] x0) => (float[1,4] y) <int64[4] i = {{0,1,2,3}}> {{ {layers} e = Exp(x12) g = Gather<axis=1>(e, i) y = Sqrt(g) }}"
+    model = make_model(text, tmp_path / "m.onnx", {f"w{at}": (32, 32) for at in range(12)})
+    samples = [{"x0": row["x"]} for row in seldom(32)]
+    calibration = calibrate_model(model, make_samples(samples), work=tmp_path / "work")
+    search = begin_search((model, calibration), told(0.3), tmp_path, "nnapi")
+    _, found = run_all(search, None)
+    assert search.memo.budget.failed == {}
+    assert "no plan that was tried loses less" in found.advice

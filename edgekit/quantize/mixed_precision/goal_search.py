@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Prediction, name_unit
+from edgekit.quantize.apply import NothingQuantizedError
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -173,13 +175,16 @@ class _Choice:
     def add(
         self, step: str, make: Callable[[], QuantPlan | None], rival: plan_search.Trial | None = None
     ) -> plan_search.Trial | None:
-        """Adds the trial of a plan and returns it: None if time is over or the plan was tried."""
+        """Adds the trial of a plan and returns it: None if time is over or the plan was tried before."""
 
         def attempt() -> plan_search.Trial | None:
             plan = make()
             if plan is None or any(plan == each.plan for each in self.found.trials):
                 return None
-            return plan_search.measure_plan(self.search, step, plan, rival=rival)
+            # A plan that leaves nothing in integers is none, and no failure.
+            with suppress(NothingQuantizedError):
+                return plan_search.measure_plan(self.search, step, plan, rival=rival)
+            return None
 
         trial = self.search.memo.budget.attempt(step, attempt) if self.allows(step) else None
         if trial is not None:

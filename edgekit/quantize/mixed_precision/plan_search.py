@@ -18,7 +18,7 @@ from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Prediction
-from edgekit.quantize.apply import QuantizedModel, quantize_model
+from edgekit.quantize.apply import NothingQuantizedError, QuantizedModel, quantize_model
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Subject
@@ -420,7 +420,10 @@ class _Attempts:
         # If the plan alone shows that too little is left in integers, the model is not written.
         if must_keep and share and bound_integer(self._search, plan) < least:
             return None
-        work = measure_work(self._search, step, plan)
+        try:
+            work = measure_work(self._search, step, plan)
+        except NothingQuantizedError:
+            return None
         is_kept = work.integer >= least
         if not is_kept and must_keep:
             return None
