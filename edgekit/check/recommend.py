@@ -196,17 +196,18 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     """Returns why integers gain nothing on a target, or None.
 
     There are two reasons. Nothing can be quantized, as in a model of decision trees; or the target would take less of
-    the work in integers than in float, and less than its `min_taken_macs`. The result is None for a model that is
-    quantized already, and if the operators alone do not rule integers out. `check` returns what the target takes of the
-    graph as it is, and is called only if the operators do not decide.
+    the work in integers than in float, and less than its `min_taken_macs`: `cpu` computes an LSTM in float. The result
+    is None for a model that is quantized already, and if the operators alone do not rule integers out. `check` returns
+    what the target takes of the graph as it is, and is called only if the operators do not decide.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
     """
     if precision not in INTEGERS or find_integer_ops(graph.model):
         return None
-    quantized = target.quantization.op_types
-    if not any(not quantized or node.op_type in quantized for node in graph.nodes):
+    # Without a list any operator may be quantized.
+    quantized = frozenset(target.quantization.op_types or (node.op_type for node in graph.nodes))
+    if not any(node.op_type in quantized for node in graph.nodes):
         return f"{target.name} quantizes no operator of this model"
     # The share of the multiply-accumulates in nodes whose operator the provider supports in integers; 1 if none
     # multiply.
@@ -220,7 +221,8 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     supported = 0
     for macs, node in counts:
         entries = [op for op in book.op if node.op_type in op.types]
-        supported += macs if entries and all(not op.forms or form in op.forms for op in entries) else 0
+        is_supported = bool(entries) and all(not op.forms or form in op.forms for op in entries)
+        supported += macs if is_supported and node.op_type in quantized else 0
     most = supported / total if total else 1.0
     if most >= target.thresholds.min_taken_macs:
         return None

@@ -79,6 +79,14 @@ def test_xnnpack_gains_from_integers_in_a_conv_net_and_in_no_transformer(exporte
     assert explain(make_model(text, tmp_path / "m.onnx"), "xnnpack", "int8") is None
 
 
+def test_a_cpu_computes_recurrent_layers_in_float(tmp_path: Path) -> None:
+    text = """g (float[4,1,8] x, float[1,64,8] w, float[1,64,16] r, float[16,{0}] v) => (float[4,1,1,{0}] y)
+        {{ h = LSTM<hidden_size=16>(x, w, r) y = MatMul(h, v) }}"""
+    small, large = (make_model(text.format(size), tmp_path / f"{size}.onnx") for size in (4, 400))
+    reason = "cpu takes at most 4% of this model's work in int8, and 100% in float"
+    assert (explain(small, "cpu", "int8"), explain(large, "cpu", "int8")) == (reason, None)
+
+
 def test_what_comes_before_a_tree_is_not_quantized_unless_it_multiplies_matrices(tmp_path: Path) -> None:
     text = """g (float[1,3] x, float[3,3] w) => (float[1,3] y) {{
         a = Add(x, x) b = ai.onnx.ml.Normalizer<norm = "MAX">(a) y = {last} }}"""
