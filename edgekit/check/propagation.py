@@ -151,7 +151,7 @@ class _Draft:
         return index_nodes(msgspec.structs.replace(self._graph, values={**self._graph.values, **self._values}), nodes)
 
     def _reads_alone(self, part: _Part) -> bool:
-        """Returns True if nothing else reads a node's first input, or only other nodes do and the graph is given it."""
+        """Returns True if a node alone reads its first input, or if that is an input or a constant of the graph."""
         name, graph = part.input[0], self._graph
         if name in self._makers:
             is_own = len(self._readers.get(name, ())) == 1 and name not in graph.outputs
