@@ -145,7 +145,8 @@ def test_noise_in_place_of_sound_is_named_and_features_have_no_order() -> None:
     (warning,) = check_samples(samples_of(*drawn)).warnings
     assert "is noise" in warning
     assert check_samples(samples_of(*(drawn[..., 1:] + drawn[..., :-1]))).warnings == ()
-    assert check_samples(samples_of(*drawn[..., :500])).warnings == ()
+    features = check_samples(samples_of(*drawn[..., :500]))
+    assert (features.warnings, features.is_noise) == ((), False)
 
 
 def in_bytes(planes: Array) -> Array:
@@ -163,7 +164,9 @@ def test_nhwc_pictures_and_pictures_in_bytes_are_held_to_the_same(as_given: Call
     (warning,) = check_samples(samples_of(*shown.reshape(planes.shape))).warnings
     assert "as NHWC pictures do that were reshaped and not transposed to NCHW" in warning
     drawn = as_given(np.random.default_rng(0).random(shown.shape).astype(np.float32))
-    assert "is noise" in check_samples(samples_of(*drawn)).warnings[0]
+    facts = check_samples(samples_of(*drawn))
+    assert "is noise" in facts.warnings[0]
+    assert facts.is_noise
 
 
 def test_scaled_pixels_that_became_whole_numbers_are_named() -> None:

@@ -41,6 +41,7 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about all samples: the sha256 of their content, their number, and a line for each thing that looks wrong.
 
     `digests` holds the sha256 of each single sample, `raw_pixels` the warnings of raw pixels by the name of the input.
+    `is_noise` says that an input of pictures or sound is random numbers.
     """
 
     sha256: str
@@ -48,6 +49,7 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[bytes, ...]
     warnings: tuple[str, ...]
     raw_pixels: dict[str, str] = {}
+    is_noise: bool = False
 
 
 def accept_pixels(facts: SampleFacts, takes_raw: Callable[[str], bool]) -> SampleFacts:
@@ -124,6 +126,7 @@ def check_samples(
         count=len(contents),
         digests=tuple(contents),
         warnings=(*cut, *_repeated(contents, samples.place), *doubts, *_unlike(inputs), *apart),
+        is_noise=any(each.is_noise() for each in inputs.values()),
         raw_pixels={name: line for name, seen in inputs.items() if (line := seen.pixels(name))},
     )
 
@@ -221,6 +224,11 @@ class _Input:
             near, far = (float((flat[lag:] * flat[:-lag]).sum()) for lag in (width, 3 * width))
             self._folded += (near - far) / power
 
+    def is_noise(self) -> bool:
+        """Returns True if neighbours in images or sound are no more alike than random numbers."""
+        likeness = max(abs(next(iter(totals.values()))) for totals in (self._alike, self._below))
+        return self._values > 0 and likeness / self._values < _CHANCE / self._values**0.5
+
     def order(self) -> str:
         """Returns what is wrong with the order of the values in images or sound, "" if nothing is."""
         if not self._values:
@@ -228,7 +236,7 @@ class _Input:
         chance = _CHANCE / self._values**0.5
         near, third = (total / self._values for total in self._alike.values())
         below, deep = (total / self._values for total in self._below.values())
-        if max(abs(near), abs(below)) < chance:
+        if self.is_noise():
             return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
         # If three channels are interleaved, every third value is more alike than the next one, and every third row,
         # since a row of pixels fills three. In print the first may be so, as strokes stand that far apart.

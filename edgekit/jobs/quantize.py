@@ -270,6 +270,7 @@ def _open_job(
         precision=precision,
         measure=reference.predict_drop,
         compare=reference.compare,
+        is_noise=facts.is_noise,
         work=work,
         # The final model is measured after planning, which takes about as long per sample as the calibration.
         memo=Memo(budget=budget.keep_back((time.monotonic() - start) * len(reference.indices) / samples.count)),

@@ -282,6 +282,7 @@ class _Strategies:
             measure=inputs.reference.predict_drop,
             compare=inputs.reference.compare,
             look=inputs.reference.look,
+            is_noise=inputs.samples.facts.is_noise,
             work=work,
             memo=memo,
             progress=self._job.progress,

@@ -143,7 +143,7 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
         choice.adopt(trial)
         if search.wider is not None:
             _try_wider(choice, adopts=False)
-        elif plan_search.loses_much(trial.prediction):
+        elif plan_search.loses_much(trial.prediction, is_noise=search.is_noise):
             _advise(choice, f"new samples reach beyond these: {_ELSE}")
         return unseen
     return first[0]
@@ -303,7 +303,9 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
     misses = adopts and not choice.found.met and wider is not None
     # One more plan is cheap; without 16 bits tensors must be ranked first, which costs as much as all plans did.
     loses = plan_search.loses_much if wider is None else plan_search.may_lose_much
-    is_worth = misses or loses(chosen.prediction) or plan_search.changes_many(chosen.prediction)
+    is_worth = (
+        misses or loses(chosen.prediction, is_noise=search.is_noise) or plan_search.changes_many(chosen.prediction)
+    )
     if not is_worth or not choice.allows(plan_search.MORE_RELIEF):
         return
     step: str = wider or f"relieve {_MANY}"

@@ -82,6 +82,7 @@ class Search(Subject, frozen=True, kw_only=True):
             samples (`FloatReference.compare`); 0 if no output can be judged.
         look: measures a model by as few samples as show that its `rival`, another one, is better
             (`FloatReference.look`). None: every model is measured by `measure`.
+        is_noise: the samples are random numbers, whose outputs hardly vary: their spread tells nothing of real data.
         work: a folder for intermediate files.
         progress: gets messages.
         may_widen: the user did not ask for this precision: if none of its plans meets a goal, 16 bits for all
@@ -95,6 +96,7 @@ class Search(Subject, frozen=True, kw_only=True):
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
     look: Callable[..., Prediction] | None = None
+    is_noise: bool = False
     work: Path
     progress: Progress = say_nothing
     may_widen: bool = False
@@ -198,16 +200,20 @@ def search_plan(search: Search, goal: Goal) -> tuple[QuantPlan, Searched | None]
     return searched.chosen.plan, searched
 
 
-def loses_much(prediction: Prediction) -> bool:
+def loses_much(prediction: Prediction, *, is_noise: bool = False) -> bool:
     """Returns True for a drop of more than two points (but not of values that `is_near`), or below 20 dB."""
     drop = prediction.drop_estimate
-    return prediction.sqnr_db < COLLAPSED_DB if drop is None else drop > _MUCH and not is_near(prediction)
+    return (
+        prediction.sqnr_db < COLLAPSED_DB
+        if drop is None
+        else drop > _MUCH and not is_near(prediction, is_noise=is_noise)
+    )
 
 
-def may_lose_much(prediction: Prediction) -> bool:
+def may_lose_much(prediction: Prediction, *, is_noise: bool = False) -> bool:
     """Returns True if the samples do not tell that little is lost: a layout detector with 3 dB, -3 to 7 points."""
     is_open = prediction.drop_interval is not None and prediction.drop_interval[1] > _MUCH
-    return loses_much(prediction) or (is_open and prediction.sqnr_db < COLLAPSED_DB)
+    return loses_much(prediction, is_noise=is_noise) or (is_open and prediction.sqnr_db < COLLAPSED_DB)
 
 
 def rescues(prediction: Prediction, ruined: Prediction) -> bool:
@@ -224,13 +230,14 @@ def changes_many(prediction: Prediction) -> bool:
     return prediction.changed() > MOST_CHANGED
 
 
-def is_near(prediction: Prediction) -> bool:
+def is_near(prediction: Prediction, *, is_noise: bool) -> bool:
     """Returns True if outputs are values that decide nothing, with at least GOOD_DB.
 
     Values that hardly vary are not near if they surely lose much of their spread: that of a network whose ten answers
-    stay within 0.1 of their means fell by 32 to 63 % at 53 dB, and by 0.0 with its output in 16 bits.
+    stay within 0.1 of their means fell by 32 to 63 % at 53 dB, and by 0.0 with its output in 16 bits. The spread over
+    samples of noise (`Search.is_noise`) does not count.
     """
-    is_lost = prediction.drop_interval is not None and prediction.drop_interval[0] > _MUCH
+    is_lost = not is_noise and prediction.drop_interval is not None and prediction.drop_interval[0] > _MUCH
     return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= GOOD_DB and not is_lost
 
 
@@ -286,7 +293,9 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan) -> list[Trial]:
     """
     attempts = _Attempts(search, goal, first)
     unrelieved = attempts.run(0)
-    if unrelieved is None or not search.relievable or (not goal.is_given and is_near(unrelieved.prediction)):
+    if unrelieved is None or not search.relievable:
+        return attempts.in_order
+    if not goal.is_given and is_near(unrelieved.prediction, is_noise=search.is_noise):
         return attempts.in_order
     last, left = unrelieved, {0: 1.0}
     for counts in (_FEW, _MORE_THAN_FEW):
