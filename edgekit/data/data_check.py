@@ -226,18 +226,17 @@ class _Input:
 
     def is_noise(self) -> bool:
         """Returns True if neighbours in images or sound are no more alike than random numbers."""
-        likeness = max(abs(next(iter(totals.values()))) for totals in (self._alike, self._below))
-        return self._values > 0 and likeness / self._values < _CHANCE / self._values**0.5
+        return max(abs(self._alike[1]), abs(self._below[1])) < _CHANCE * math.sqrt(self._values)
 
     def order(self) -> str:
         """Returns what is wrong with the order of the values in images or sound, "" if nothing is."""
         if not self._values:
             return ""
+        if self.is_noise():
+            return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
         chance = _CHANCE / self._values**0.5
         near, third = (total / self._values for total in self._alike.values())
         below, deep = (total / self._values for total in self._below.values())
-        if self.is_noise():
-            return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
         # If three channels are interleaved, every third value is more alike than the next one, and every third row,
         # since a row of pixels fills three. In print the first may be so, as strokes stand that far apart.
         if self._colored and third > near + chance and deep > below + chance:

@@ -212,8 +212,9 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
     if buckets is not None:
         if sequences.state.steps > 1:
             raise UsageError("a model with state cannot step through buckets", hint="give each dimension one size")
-        padded = partial(pad_samples, buckets.padding, size=buckets.largest)
-        sequences = msgspec.structs.replace(sequences, unroll=lambda samples, _: padded(samples))
+        sequences = msgspec.structs.replace(
+            sequences, unroll=lambda samples, _: pad_samples(buckets.padding, samples, buckets.largest)
+        )
     job.begin("samples", "read the samples")
     graph = read_graph(prepared)
     samples = read_sample_sets(

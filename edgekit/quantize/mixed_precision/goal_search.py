@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 import msgspec
 
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Prediction, name_unit
-from edgekit.quantize.apply import NothingQuantizedError
 from edgekit.quantize.mixed_precision import plan_search, relief
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import store_narrow
@@ -104,10 +102,8 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
     if choice.chosen.prediction.top1_agreement is not None:
         return None
     search, chosen, attempt = choice.search, choice.chosen, choice.search.memo.budget.attempt
-    graph, enough = search.open_draft(chosen.plan).graph, _tolerance(chosen.prediction)
-    if (drop := chosen.prediction.drop_estimate) is not None:
-        # A decibel is 12 % of the amplitude, to which drops are about proportional.
-        enough = max(enough, drop * (10 ** (relief.LEAST_GAIN_DB / 20) - 1))
+    graph, drop = search.open_draft(chosen.plan).graph, chosen.prediction.drop_estimate
+    enough = EQUAL_DB if drop is None else relief.find_least_saving(drop, _NEGLIGIBLE)
 
     def measure_unseen(step: str, plan: QuantPlan) -> tuple[Prediction, float]:
         """Returns what new samples lose, and how much more that is than what the known ones lose now."""
@@ -181,12 +177,9 @@ class _Choice:
             plan = make()
             if plan is None or any(plan == each.plan for each in self.found.trials):
                 return None
-            # A plan that leaves nothing in integers is none, and no failure.
-            with suppress(NothingQuantizedError):
-                return plan_search.measure_plan(self.search, step, plan, rival=rival)
-            return None
+            return plan_search.measure_plan(self.search, step, plan, rival=rival)
 
-        trial = self.search.memo.budget.attempt(step, attempt) if self.allows(step) else None
+        trial = plan_search.attempt_trial(self.search, step, attempt) if self.allows(step) else None
         if trial is not None:
             self.change(trials=(*self.found.trials, trial))
         return trial

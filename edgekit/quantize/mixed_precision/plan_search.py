@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     LEAST_GAIN_DB,
     bound_relief_by_count,
+    find_least_saving,
     relieve_step,
     rise_db,
 )
@@ -202,12 +204,9 @@ def search_plan(search: Search, goal: Goal) -> tuple[QuantPlan, Searched | None]
 
 def loses_much(prediction: Prediction, *, is_noise: bool = False) -> bool:
     """Returns True for a drop of more than two points (but not of values that `is_near`), or below 20 dB."""
-    drop = prediction.drop_estimate
-    return (
-        prediction.sqnr_db < COLLAPSED_DB
-        if drop is None
-        else drop > _MUCH and not is_near(prediction, is_noise=is_noise)
-    )
+    if prediction.drop_estimate is None:
+        return prediction.sqnr_db < COLLAPSED_DB
+    return prediction.drop_estimate > _MUCH and not is_near(prediction, is_noise=is_noise)
 
 
 def may_lose_much(prediction: Prediction, *, is_noise: bool = False) -> bool:
@@ -392,7 +391,7 @@ class _Attempts:
         # With a goal the first plan must be measured, whatever the budget; the default mode may skip that.
         is_needed, plan = not count and self._goal.is_given, partial(self._try, step, count, may_meet=may_meet)
         if trial is None:
-            trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
+            trial = plan() if is_needed else attempt_trial(self._search, f"the plan '{step}'", plan)
         self._seconds.append(time.monotonic() - began)
         if trial is None:
             return None
@@ -429,10 +428,7 @@ class _Attempts:
         # If the plan alone shows that too little is left in integers, the model is not written.
         if must_keep and share and bound_integer(self._search, plan) < least:
             return None
-        try:
-            work = measure_work(self._search, step, plan)
-        except NothingQuantizedError:
-            return None
+        work = measure_work(self._search, step, plan)
         is_kept = work.integer >= least
         if not is_kept and must_keep:
             return None
@@ -444,15 +440,15 @@ class _Attempts:
 def find_tolerated_loss(trials: Sequence[Trial], most_changed: float) -> float:
     """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to that with the least loss.
 
-    Changed decisions count as lost beyond the share `most_changed`. That is the least drop plus 0.2 points, or times
-    1.12 if that is more: a decibel is 12 % of the noise amplitude, to which changed decisions are proportional. If the
-    drop is unknown, it is one decibel less than the best.
+    Changed decisions count as lost beyond the share `most_changed`. That is the least drop plus 0.2 points, or plus a
+    decibel's part of it if that is more (`find_least_saving`). If the drop is unknown, it is one decibel less than the
+    best.
     """
     best = min((trial.prediction for trial in trials), key=lambda each: each.loss(most_changed))
     least = best.loss(most_changed)
     if best.drop_estimate is None:
         return least + LEAST_GAIN_DB
-    return max(least + _WORTH, least * 10 ** (LEAST_GAIN_DB / 20))
+    return least + find_least_saving(least, _WORTH)
 
 
 def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:
@@ -518,6 +514,17 @@ def measure_plan(
     else:
         lost = search.measure(model)
     return Trial(step=step, plan=plan, prediction=lost, taken_macs=work.taken, integer_macs=work.integer)
+
+
+def attempt_trial(search: Search, step: str, make: Callable[[], Trial | None]) -> Trial | None:
+    """Returns a trial; None if its plan leaves nothing in integers, or if it fails (`Budget.attempt`)."""
+
+    def attempt() -> Trial | None:
+        with suppress(NothingQuantizedError):
+            return make()
+        return None
+
+    return search.memo.budget.attempt(step, attempt)
 
 
 def quantize_step(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:

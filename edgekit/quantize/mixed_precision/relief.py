@@ -53,6 +53,14 @@ LEAST_GAIN_DB = 1.0
 """What tensors out of 8 bits must gain, a fifth of the power of the noise: a choice."""
 
 
+def find_least_saving(drop: float, floor: float) -> float:
+    """Returns how much less than `drop` another plan must lose to be worth it: `floor`, or a decibel's part of it.
+
+    A decibel (LEAST_GAIN_DB) is 12 % of the noise amplitude, to which drops are about proportional.
+    """
+    return max(floor, drop * (10 ** (LEAST_GAIN_DB / 20) - 1))
+
+
 def relieve_step(subject: candidates.Subject, plan: QuantPlan, count: int, *, before: QuantPlan) -> QuantPlan | None:
     """Returns a plan with its `count` most harmful tensors out of 8 bits.
 
