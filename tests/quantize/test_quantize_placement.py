@@ -88,6 +88,15 @@ def test_nodes_are_kept_float_unless_that_loses_more(tmp_path: Path, drop: float
     assert bool(list_kept(find_plan(search, max_drop=None, narrow=False)[0])) == is_kept
 
 
+def test_nodes_are_kept_float_where_too_few_samples_tell_of_any_loss(tmp_path: Path) -> None:
+    model = make_model(SPLIT, tmp_path / "net.onnx", WEIGHTS, CONSTANTS)
+    calibration = calibrate_model(model, random_samples(model, 2), work=tmp_path / "work")
+    search = make_search((model, calibration), lambda _: predicted(None), load_target("nnapi"), tmp_path)
+    plan, searched = find_plan(search, max_drop=None, narrow=True)
+    assert (searched, plan.judged) == (None, ())
+    assert sorted(list_kept(plan)) == ["Gather", "GlobalAveragePool", "Relu"]
+
+
 def test_what_is_left_out_in_float_too_stays_in_integers(tmp_path: Path) -> None:
     """ONNX Runtime moves a Q before a MaxPool, so that float neighbours do not help it."""
     text = SPLIT.replace("Gather<axis=1>(r1, few)", "MaxPool<kernel_shape=[2,2]>(r1)")

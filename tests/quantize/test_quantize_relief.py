@@ -8,8 +8,19 @@ import numpy as np
 import onnx
 import pytest
 from devices_models import make_job, require_device
+from fixture_types import present
 from onnx import TensorProto, helper, numpy_helper
-from quantize_models import Units, make_model, make_samples, plan_model, quantize, random_samples, sqnr_db
+from quantize_models import (
+    Units,
+    make_model,
+    make_samples,
+    make_search,
+    plan_model,
+    predicted,
+    quantize,
+    random_samples,
+    sqnr_db,
+)
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
@@ -18,11 +29,13 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_channel, widen_constants
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.float_graph import range_source, read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, find_float_constants, judge_plan, store_narrow
+from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.relief import fit_inputs, relieve_tensors
 from edgekit.quantize.mixed_precision.score import (
     SWITCHES,
@@ -491,6 +504,28 @@ def test_what_fewer_bits_round_away_stays_whole(tmp_path: Path) -> None:
 def test_without_held_out_samples_nothing_changes(plain: Planned) -> None:
     model, calibration, plan = plain
     assert store_narrow(model, plan, msgspec.structs.replace(calibration, statistics="")) == plan
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow", "goal", "is_kept"),
+    [(0.0, 0.0009, None, True), (0, 0.0011, None, False), (0.0046, 0.0054, 0.005, False), (0.04, 0.0405, 0.005, True)],
+    ids=["loses a little", "loses more", "misses a goal that was met", "misses one that was missed"],
+)
+def test_the_file_with_narrow_constants_is_measured_and_kept_if_it_loses_hardly_more(
+    plain: Planned, tmp_path: Path, wide: float, narrow: float, goal: float | None, *, is_kept: bool
+) -> None:
+    """Constants are narrowed last, so that what is told is what the written file loses."""
+    model, calibration, _ = plain
+
+    def measure(quantized: Model) -> Prediction:
+        return predicted(narrow if "narrow" in quantized.path.stem else wide, sqnr_db=25.0)
+
+    search = make_search((model, calibration), measure, load_target("nnapi"), tmp_path)
+    plan, searched = find_plan(search, max_drop=goal, narrow=True)
+    chosen = present(searched).chosen
+    assert (set(plan.narrow.bits), chosen.plan == plan) == ({"dft"} if is_kept else set(), True)
+    assert (chosen.prediction.drop_estimate, "narrow" in chosen.step) == (narrow if is_kept else wide, is_kept)
+    assert not find_plan(search, max_drop=goal, narrow=False)[0].narrow.bits
 
 
 def test_a_plan_may_narrow_only_what_float_nodes_alone_read(plain: Planned) -> None:
