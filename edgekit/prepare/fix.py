@@ -39,7 +39,7 @@ from edgekit.target import INTEGERS, Target
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
-# Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is fused by our rewrite.
+# Slower on the CPU than their parts, and less exact (docs/reference/experiments.md). Attention is fused by our rewrite.
 _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
 
 

@@ -254,7 +254,7 @@ def add_headroom(graph: Graph, seen: Mapping[str, TensorRange]) -> dict[str, Ten
     """Returns the ranges of tensors in 16 bits: twice as wide as the samples show, where that costs little.
 
     A value beyond the extremes of all samples is clipped. The bit that this headroom takes costs 6 dB of the 80 to 90
-    of 16 bits, while weights of 8 bits leave 40 to 60 (docs/reference/measured.md, "What each mechanism gives"). The
+    of 16 bits, while weights of 8 bits leave 40 to 60 (docs/reference/experiments.md, "What each mechanism gives"). The
     second factor of a product of two activations has none: QNN's HTP rounds it to 8 bits (targets/qnn/NOTES.md).
     """
     factors = {range_source(graph, node.input[1]) for node in graph.nodes if node.op_type in _PRODUCTS}

@@ -106,7 +106,7 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
     """Yields a Log or the root of a spectrum, and the nodes whose rounding errors it amplifies, each with its kind."""
     # The slopes 1/x and 1/(2 sqrt x) are unbounded near 0, and the power of a spectrum spans many decades: most of its
     # values lie far below the step of any integer grid. A transformer on a log mel spectrum fell from 93 to 47 % with
-    # ONNX Runtime's quantizer (docs/reference/measured.md, "Nets that stock quantization ruins"). Roots in
+    # ONNX Runtime's quantizer (docs/reference/networks.md, "Nets that stock quantization ruins"). Roots in
     # normalisations, of which a network has many, are skipped without a walk back to the inputs.
     is_root = 0 < _exponent(graph, node) < 1 if node.op_type != "Sqrt" else not _normalisation(graph, node)
     if node.op_type != "Log" and not is_root:
