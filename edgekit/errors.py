@@ -50,7 +50,11 @@ class TargetError(EdgekitError):
 
 
 class RuntimeRefusal(EdgekitError):  # noqa: N818 - a refusal is what it is; RuntimeError is Python's word
-    """ONNX Runtime refused a model or a run."""
+    """ONNX Runtime refused a model or a run; `nodes` are those that a compiler of whole models does not take."""
+
+    def __init__(self, message: str, *, hint: str, nodes: Iterable[str] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.nodes = frozenset(nodes)
 
 
 class DeviceError(EdgekitError):

@@ -173,7 +173,7 @@ def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[s
     hint = "edgekit check MODEL --target qnn tells why, and what to change"
     if _TAKES_NONE in last:
         reason, hint = "takes no node of the model", f"build it for the CPU: --target cpu; {hint}"
-    raise RuntimeRefusal(f"QNN for {settings} {reason}", hint=hint)
+    raise RuntimeRefusal(f"QNN for {settings} {reason}", hint=hint, nodes=[name for name, _ in left])
 
 
 def shorten_name(name: str) -> str:

@@ -18,7 +18,7 @@ from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport, count_of, count_staying, find_stopping
 from edgekit.convert.convert import ConvertedModel, read_stamp
 from edgekit.data.samples import select_samples, spread_indices
-from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
+from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, RuntimeRefusal, quote_error
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
 from edgekit.jobs.check import describe_loss, list_versions
@@ -107,6 +107,8 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
     first, first_reason = None, ""
     for number, strategy in enumerate(strategies.iterate()):
         first = first or strategy
+        if strategies.is_hopeless(strategy):
+            continue
         try:
             ready = strategies.make(strategy, work / str(number))
         except FAILURES as error:
@@ -163,6 +165,17 @@ class _Strategies:
             if planned.plan.narrow.bits:
                 yield msgspec.structs.replace(strategy, plan="wide")
             yield msgspec.structs.replace(strategy, plan="plain")
+
+    def is_hopeless(self, strategy: Strategy) -> bool:
+        """Returns whether a compiler of whole models would refuse a node again, as planning and compiling take long.
+
+        It refused the node for an earlier strategy, and by the rules the provider does not take its float form either.
+        """
+        refused = self.failed.nodes if isinstance(self.failed, RuntimeRefusal) else ()
+        if not refused:
+            return False
+        check = check_model(self._fix(strategy).prepared, self._target, advises=False)
+        return any(node.name in refused and not node.taken for node in check.node_list)
 
     def make(self, strategy: Strategy, work: Path) -> ReadyBundle:
         """Makes the bundle's contents with one strategy.
