@@ -110,13 +110,14 @@ def judge_bundle(bundle: BundleSummary, net: Net) -> Finding:
         truth = ask_oracle(bundle.path, net)
     except BundleError as error:
         truth = Truth(state="does not start", failure=error.message)
-    failures, report = list[str](), bundle.verify
+    reasons, report = list[str](), bundle.verify
     if report is not None:
-        failures = [failure for run in report.runs for failure in run.failures] + list(report.failures)
+        reasons = [line for run in report.runs for line in run.failures] + list(report.failures)
+        reasons += [line for run in report.runs for line in run.unproven] + list(report.unproven)
     return Finding(
         target=bundle.target,
         verdict=bundle.verdict,
-        reason=next(iter(failures), ""),
+        reason=next(iter(reasons), ""),
         idle=report is not None and not any(run.failures for run in report.runs) and bool(report.failures),
         precision=bundle.precision or "",
         untrue=tuple(find_untrue(bundle, bundle.path)),
@@ -221,5 +222,7 @@ def format_matrix(rows: Sequence[Row]) -> Iterator[str]:
         seen = finding.truth.failure or f"agreement {finding.truth.agreement}" if finding.truth else "not run"
         yield f"WRONG {row.net} {finding.target}: {finding.verdict}, truth {finding.state} ({seen}): {finding.reason}"
     for row, finding in found:
+        if (finding.verdict, finding.state) == ("not proven", "right"):
+            yield f"NOT PROVEN {row.net} {finding.target}, although right: {finding.reason}"
         yield from (f"UNTRUE {row.net} {finding.target}: {fact}" for fact in finding.untrue)
     yield from (f"NO REPORT {row.net}: {row.failure}" for row in rows if row.failure)
