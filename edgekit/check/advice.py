@@ -1,7 +1,7 @@
 """Advice: what to change so that a target takes more nodes. The same rules that check a model predict the gain."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -14,6 +14,7 @@ from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, NCHWC_DOMAIN, ORT_DOMAIN, is_own
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
+from edgekit.graph.match import find_infinite_tensors
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs, read_inputs
 from edgekit.prepare.fix import ADVICE, REWRITES
@@ -271,8 +272,28 @@ def _find_cut(case: Case, *, ends: bool) -> Iterator[Finding]:
     if not case.wants_whole:
         return
     graph, keep = case.graph, keep_outputs if ends else keep_inputs
-    refused, cut = {node.name for node in case.nodes if not node.taken}, dict[str, None]()
-    macs, reached = {node.name: node.macs for node in case.nodes}, set[str]()
+    refused = {node.name for node in case.nodes if not node.taken}
+    cut, names = _divide(graph, refused, ends=ends)
+    # Infinite scores, such as those of a mask, have no range: no calibration takes them as an output.
+    while ends and (unfit := find_infinite_tensors(graph).intersection(names)):
+        refused.update(graph.producers[name].name for name in unfit)
+        cut, names = _divide(graph, refused, ends=ends)
+    macs = {node.name: node.macs for node in case.nodes}
+    is_short = (
+        sum(macs[node.name] for node in graph.nodes if node.name not in cut) >= YES_SHARE * sum(macs.values()) > 0
+    )
+    if cut and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
+        copy = deepcopy(graph.model)
+        # Values whose type is unknown cannot be outputs, nor those without a shape inputs.
+        with suppress(UsageError):
+            keep(copy, names)
+            drop_idle_nodes(copy.graph)
+            yield Finding(nodes=(*cut,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
+
+
+def _divide(graph: Graph, refused: Collection[str], *, ends: bool) -> tuple[Mapping[str, None], Sequence[str]]:
+    """Returns the refused nodes with all behind them, or before them, and the values between these and the others."""
+    cut, reached = dict[str, None](), set[str]()
     for node in graph.nodes if ends else reversed(graph.nodes):
         near, far = (node.reads, node.output) if ends else (node.output, node.reads)
         if node.name in refused or not reached.isdisjoint(near):
@@ -283,15 +304,7 @@ def _find_cut(case: Case, *, ends: bool) -> Iterator[Finding]:
     before, behind = (kept, gone) if ends else (gone, kept)
     read = {name for node in behind for name in node.reads} | (graph.outputs if ends else set())
     made = [*(() if ends else graph.fed), *(name for node in before for name in node.output)]
-    names = [name for name in made if name in read]
-    is_short = sum(macs[node.name] for node in kept) >= YES_SHARE * sum(macs.values()) > 0
-    if cut and is_short and 0 < len(names) <= _MOST_ENDS and not any("," in name for name in names):
-        copy = deepcopy(graph.model)
-        # Values whose type is unknown cannot be outputs, nor those without a shape inputs.
-        with suppress(UsageError):
-            keep(copy, names)
-            drop_idle_nodes(copy.graph)
-            yield Finding(nodes=(*cut,), changed=infer_graph(copy), word=shlex.quote(",".join(names)))
+    return cut, [name for name in made if name in read]
 
 
 def _find_double(case: Case) -> Iterator[Finding]:

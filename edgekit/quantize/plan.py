@@ -11,12 +11,13 @@ import onnx
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.match import find_infinite_tensors
 from edgekit.model.model import Model
 from edgekit.quantize._ort_model import GENERAL_OPS, QNN_EXCLUDED_OPS
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT, Rounding
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds, range_source
-from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
+from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import TensorRange, scale_range
 from edgekit.serialize import fill

@@ -172,6 +172,14 @@ def test_a_target_that_wants_the_whole_model_is_given_it_without_its_end(tmp_pat
     assert (report.verdict, report.taken) == ("yes", report.nodes)
 
 
+@pytest.mark.parametrize(("low", "end"), [("-1", "p"), ("-inf", "r")])
+def test_a_model_does_not_end_with_infinite_scores(tmp_path: Path, low: str, end: str) -> None:
+    """They hide classes from a maximum, and no calibration takes an output that is infinite in all samples."""
+    body = f"""{_HEAD} p = Pad(r, pads, low) d = Cast<to=11>(p) e = Det(d) y = Cast<to=1>(e) }}"""
+    body = body.replace("{1, 2, 3, 4}>", f"{{1, 2, 3, 4}}, float low = {{{low}}}, int64[8] pads = {{0,0,1,1,0,0,1,1}}>")
+    assert _advice(tmp_path, body, "qnn")["cut-end"].message.endswith(f"edgekit prepare --outputs {end}")
+
+
 @pytest.mark.parametrize("reads_start", [False, True])
 def test_a_target_of_whole_models_is_given_one_without_its_start(tmp_path: Path, *, reads_start: bool) -> None:
     last = "y = Add(h, f)" if reads_start else "y = Relu(h)"

@@ -11,11 +11,11 @@ from onnx import helper, numpy_helper
 
 from edgekit.data.data_check import find_missing
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.match import find_infinite_tensors
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import patches_per_sample
 from edgekit.quantize.graph import float_graph
-from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.layers import (
     Layer,
     PatchIndices,

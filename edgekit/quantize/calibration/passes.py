@@ -18,6 +18,7 @@ from edgekit.data.data_check import digest_sample, find_missing
 from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.match import find_infinite_tensors
 from edgekit.machine import map_in_order, release_memory
 from edgekit.model.external import ArrayFile
 from edgekit.model.model import Model, refill, write_proto
@@ -29,7 +30,6 @@ from edgekit.quantize.calibration.statistics import SUMMED_SAMPLES, ActivationSt
 from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
 from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.float_graph import float_activations
-from edgekit.quantize.graph.float_regions import find_infinite_tensors
 
 _PART = "measured"
 # Bytes that a checkpoint may hold besides its arrays: for names and shapes, and for the digest of each sample.

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
+from edgekit.graph.match import find_infinite_tensors
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.float_regions import find_infinite_tensors, find_list_sources
+from edgekit.quantize.graph.float_regions import find_list_sources
 
 # Raw scores differ from predicted numbers, such as depths and distances, only by their values: the lowest lies below
 # the first bound (where 8 bits would be too few), none lies above the second, and at most this share is positive (a few

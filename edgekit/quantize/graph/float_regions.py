@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph, Node
 from edgekit.quantize.graph.float_graph import range_source
 
@@ -46,34 +45,6 @@ _LINEAR = frozenset({
     "Identity", "MatMul", "Max", "Min", "Mul", "Neg", "Pad", "Pow", "ReduceMean", "ReduceSum", "Reshape", "Slice",
     "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze",
 })  # fmt: skip
-
-# Operators that combine a constant with values, such as minus infinity that no maximum picks, and operators that pass
-# it on.
-_CONSTANT_BESIDE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
-_PASSING = _CONSTANT_BESIDE | frozenset({
-    "Add", "Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "ReduceMax", "Reshape",
-    "ScatterElements", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Unsqueeze",
-})  # fmt: skip
-
-
-def find_infinite_tensors(graph: Graph) -> frozenset[str]:
-    """Returns the float tensors that may hold infinity for every sample, because it comes from a constant.
-
-    An example is the output of a Where that hides positions from an ArgMax. They have no range, so they stay float.
-    """
-    found: set[str] = set()
-    for node in graph.nodes:
-        is_infinite = node.op_type in _PASSING and not found.isdisjoint(node.input)
-        if not is_infinite and node.op_type in _CONSTANT_BESIDE:
-            tensors = [graph.constants[name] for name in node.input if graph.is_float_constant(name)]
-            tensors += [attribute.t for attribute in node.proto.attribute if attribute.name == "value"]
-            values = [read_array(tensor, graph.folder) for tensor in tensors]
-            is_infinite = any(
-                value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values
-            )
-        if is_infinite:
-            found.update(name for name in node.output if graph.is_float(name))
-    return frozenset(found)
 
 
 def find_float_regions(graph: Graph) -> dict[str, str]:
