@@ -165,16 +165,24 @@ def _enter(outer: msgspec.inspect.Type, key: str) -> Iterator[msgspec.inspect.Ty
             pass
 
 
+@functools.cache
+def _list_members(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Returns the names of a struct's fields and of its public properties."""
+    members = (member for base in reversed(kind.__mro__) for member in vars(base).items())
+    properties = (name for name, it in members if isinstance(it, property) and not name.startswith("_"))
+    return (*kind.__struct_fields__, *dict.fromkeys(properties))
+
+
 def to_builtins(value: object) -> Any:
     """Returns a value as dicts, lists, strings and numbers, with the public properties of each struct written out.
 
     A number that JSON lacks (NaN, infinity) becomes None; reports count them where they may occur.
     """
     match value:
+        case str() | int() | None:
+            return msgspec.to_builtins(value)
         case msgspec.Struct():
-            members = (member for base in reversed(type(value).__mro__) for member in vars(base).items())
-            properties = [name for name, it in members if isinstance(it, property) and not name.startswith("_")]
-            fields = {name: getattr(value, name) for name in (*value.__struct_fields__, *properties)}
+            fields = {name: getattr(value, name) for name in _list_members(type(value))}
             return {name: to_builtins(field) for name, field in fields.items() if field is not msgspec.UNSET}
         case Mapping():
             items = cast("Mapping[object, object]", value)

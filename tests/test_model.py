@@ -48,6 +48,7 @@ def test_dynamic_and_unknown_shapes_are_told_apart(tmp_path: Path) -> None:
         (b"", "is empty"),
         (b"<html>not found</html>", "is not an ONNX model"),
         (b"\x08\x08", "holds no ONNX graph"),
+        (parse_net("(float[1] x) => (float[1] x) { }").SerializeToString(), "no node of 'bad.onnx' computes anything"),
         (b"\xff" * 64, "is not an ONNX model"),
         (b"\x3a" + b"\xff" * 11, "is not an ONNX model"),
     ],

@@ -4,12 +4,13 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import msgspec
 import onnx
 
+from edgekit.check.macs import assume_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, NCHWC_DOMAIN, ORT_DOMAIN, is_own
@@ -104,28 +105,53 @@ class Adviser(msgspec.Struct, frozen=True):
     always: bool = False
 
 
-def give_advice(case: Case) -> tuple[Advice, ...]:
-    """Returns what to change, the largest gain first; nothing if the provider takes every node."""
-    if all(node.taken for node in case.nodes):
-        return ()
-    found, mended, replaced = list[Advice](), set[str](), set[str]()
+def give_advice(cases: Sequence[Case]) -> tuple[tuple[Advice, ...], ...]:
+    """Returns for each case of one graph what to change, the largest gain first.
+
+    That is nothing if the provider takes every node.
+    """
+    counsels = [_Counsel(case=case) for case in cases]
+    waiting = [each for each in counsels if not all(node.taken for node in each.case.nodes)]
     for adviser in ADVISERS:
+        # What an adviser makes of the graph is kept until the next one makes something (`_rewritten`).
+        for counsel in waiting:
+            counsel.ask(adviser)
+    return tuple(each.finish() for each in counsels)
+
+
+class _Counsel(msgspec.Struct, frozen=True, kw_only=True):
+    """The advice found so far for a case.
+
+    `replaced` are the nodes that rewrites replace. `mended` are those, and what nothing reads then: advice about their
+    operators would be useless.
+    """
+
+    case: Case
+    found: list[Advice] = []
+    mended: set[str] = set()
+    replaced: set[str] = set()
+
+    def ask(self, adviser: Adviser) -> None:
+        """Adds what an adviser finds, if it gains."""
+        case = self.case
         for finding in adviser.find(case):
             # Of several rewrites of the same nodes, the first that gains is the one that a build applies.
-            if adviser.id in REWRITES and replaced.issuperset(finding.nodes):
+            if adviser.id in REWRITES and self.replaced.issuperset(finding.nodes):
                 continue
             if (advice := _judge(case, adviser, finding)) is None:
                 continue
-            found.append(advice)
-            # Advice about the operator of a node that a rewrite replaces, or that nothing reads then, would be useless.
+            self.found.append(advice)
             if advice.id in REWRITES and finding.changed is not None:
                 left = {node.name: node.op_type for node in finding.changed.nodes}
-                mended.update(finding.nodes, (node.name for node in case.graph.nodes if node.name not in left))
-                replaced.update(node.name for node in case.graph.nodes if left.get(node.name) != node.op_type)
+                self.mended.update(finding.nodes, (node.name for node in case.graph.nodes if node.name not in left))
+                self.replaced.update(n.name for n in case.graph.nodes if left.get(n.name) != n.op_type)
             elif advice.id == "freeze-input":
-                mended.update(finding.nodes)
-    found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]
-    return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, -advice.gain_macs, advice.id, advice.subject)))
+                self.mended.update(finding.nodes)
+
+    def finish(self) -> tuple[Advice, ...]:
+        """Returns the advice, the largest gain first."""
+        found = [each for each in self.found if each.id != "no-builder" or not self.mended.issuperset(each.nodes)]
+        return tuple(sorted(found, key=lambda each: (-each.gain_nodes, -each.gain_macs, each.id, each.subject)))
 
 
 def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
@@ -162,15 +188,24 @@ def _taken_macs(nodes: Sequence[CheckedNode]) -> int:
 
 
 def _find_rewrite(rewrite: Rewrite, case: Case) -> Iterator[Finding]:
-    """Applies a rewrite to a copy of the graph, so that the real change is checked."""
-    opset = read_opset(case.graph.model)
-    if not any(rewrite.finds(part, opset) for part in case.graph.iterate()):
-        return
+    if (found := _rewritten(case.graph, rewrite)) is not None:
+        yield found
+
+
+# A change of the graph is the same for all targets, which are asked one after the other.
+@lru_cache(maxsize=1)
+def _rewritten(graph: Graph, rewrite: Rewrite) -> Finding | None:
+    """Applies a rewrite to a copy of the graph, so that the real change is checked; None if it changes nothing."""
+    opset = read_opset(graph.model)
+    if not any(rewrite.finds(part, opset) for part in graph.iterate()):
+        return None
     # A copy, because rewrites change the graph in place. It is small: the model was loaded without its weights.
-    copy = deepcopy(case.graph.model)
-    if nodes := tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset)):
-        drop_idle_nodes(copy.graph)
-        yield Finding(nodes=nodes, changed=infer_graph(copy))
+    copy = deepcopy(graph.model)
+    nodes = tuple(name for part in iterate_graphs(copy.graph) for name in rewrite(part, opset))
+    if not nodes:
+        return None
+    drop_idle_nodes(copy.graph)
+    return Finding(nodes=nodes, changed=assume_sizes(infer_graph(copy)))
 
 
 def _find_dims(case: Case) -> Iterator[Finding]:
@@ -178,10 +213,13 @@ def _find_dims(case: Case) -> Iterator[Finding]:
     # Sizes that values decide, such as a number of findings, cannot be given.
     if dynamic and any(spec.name_axes() for spec in read_inputs(case.graph.proto)):
         # Every unknown dimension gets the size that is used for counting work, else 1.
+        shapes = {
+            name: tuple(1 if dim is None else dim for dim in value.sizes)
+            for name, value in case.graph.values.items()
+            if value.sizes is not None
+        }
         values = {
-            name: value
-            if value.sizes is None
-            else Value(dtype=value.dtype, shape=tuple(1 if dim is None else dim for dim in value.sizes))
+            name: Value(dtype=value.dtype, shape=shapes[name], counted=shapes[name]) if name in shapes else value
             for name, value in case.graph.values.items()
         }
         yield Finding(nodes=dynamic, changed=msgspec.structs.replace(case.graph, values=values))
@@ -202,12 +240,16 @@ def _find_opset(case: Case) -> Iterator[Finding]:
     refused = case.refused(because="older than") + case.refused(because="the model's opset")
     if not refused or read_opset(case.graph.model) == DEFAULT_OPSET:
         return
-    try:
-        changed = infer_graph(convert_opset(deepcopy(case.graph.model), DEFAULT_OPSET))
-    # Some operators cannot be converted to the newer opset; then there is no advice to give.
-    except ModelError:
-        return
-    yield Finding(nodes=tuple(dict.fromkeys(refused)), changed=changed, opset=DEFAULT_OPSET)
+    if (changed := _raised(case.graph)) is not None:
+        yield Finding(nodes=tuple(dict.fromkeys(refused)), changed=changed, opset=DEFAULT_OPSET)
+
+
+@lru_cache(maxsize=1)
+def _raised(graph: Graph) -> Graph | None:
+    """Returns the graph at the newest opset; None if an operator cannot be converted: then no advice is given."""
+    with suppress(ModelError):
+        return assume_sizes(infer_graph(convert_opset(deepcopy(graph.model), DEFAULT_OPSET)))
+    return None
 
 
 _ELSEWHERE = "the CPU computes it. Export it as operators that the provider takes, or see who has it: edgekit check"

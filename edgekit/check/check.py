@@ -33,7 +33,6 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     crashes: bool = False
 
 
-@tells_refusal
 def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckReport:
     """Returns the predicted placement of a prepared model on a target, with advice on how the target would take more.
 
@@ -44,8 +43,17 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
         ModelError: the model file is gone or unreadable.
         RuntimeRefusal: the model contradicts itself, and ONNX Runtime refuses it.
     """
-    book = load_rules(target)
-    settings = {**target.session.provider_options, **target.settings}
+    return check_models(model, [target], advises=advises)[0]
+
+
+@tells_refusal
+def check_models(model: Model, targets: Sequence[Target], *, advises: bool = True) -> tuple[CheckReport, ...]:
+    """Returns what `check_model` does for each target; the graph, and each change of it, is made once for all.
+
+    Raises:
+        EdgekitError: as `check_model`.
+    """
+    books = [load_rules(target) for target in targets]
     # Unnamed nodes are named before the graph is read, so that report, advice and rewrites use the same names.
     proto = skim_model(model.path)
     name_nodes(proto.graph)
@@ -55,31 +63,42 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     sizes = choose_sizes(graph)
     graph = assume_sizes(graph, sizes)
 
+    cases = [_open_case(graph, model, target, book) for target, book in zip(targets, books, strict=True)]
+    advice = give_advice(cases) if advises else ((),) * len(cases)
+    unsized = count_unsized(graph) or (0 if sizes else msgspec.UNSET)
+    reports: list[CheckReport] = []
+    for target, book, case, given in zip(targets, books, cases, advice, strict=True):
+        crossings, crossing_bytes = count_crossings(graph, case.nodes)
+        report = CheckReport(
+            target=target.name,
+            model=model.path.name,
+            sha256=model.sha256,
+            evidence=Evidence.PREDICTED.value,
+            settings=dict(target.settings),
+            node_list=tuple(case.nodes),
+            advice=given,
+            crossings=crossings,
+            crossing_bytes=crossing_bytes,
+            wants_whole=case.wants_whole,
+            style=book.placing.style,
+            counted_at=sizes or msgspec.UNSET,
+            unsized_nodes=unsized,
+        )
+        reports.append(report)
+    return tuple(reports)
+
+
+def _open_case(graph: Graph, model: Model, target: Target, book: RuleBook) -> Case:
+    settings = {**target.session.provider_options, **target.settings}
+
     def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
         return check_graph(changed, book, settings, opset=version)
 
-    nodes = recheck(graph, model.opsets.get("ai.onnx", 1))
-    crossings, crossing_bytes = count_crossings(graph, nodes)
-    wants_whole = target.session.config.get("session.disable_cpu_ep_fallback") == "1"
-    case = Case(
-        graph=graph, nodes=nodes, recheck=recheck, splits=book.placing.style == "wave", takes_integers=book.units.qdq,
-        wants_whole=wants_whole,
+    return Case(
+        graph=graph, nodes=recheck(graph, model.opsets.get("ai.onnx", 1)), recheck=recheck,
+        splits=book.placing.style == "wave", takes_integers=book.units.qdq,
+        wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",
     )  # fmt: skip
-    return CheckReport(
-        target=target.name,
-        model=model.path.name,
-        sha256=model.sha256,
-        evidence=Evidence.PREDICTED.value,
-        settings=dict(target.settings),
-        node_list=nodes,
-        advice=give_advice(case) if advises else (),
-        crossings=crossings,
-        crossing_bytes=crossing_bytes,
-        wants_whole=wants_whole,
-        style=book.placing.style,
-        counted_at=sizes or msgspec.UNSET,
-        unsized_nodes=count_unsized(graph) or (0 if sizes else msgspec.UNSET),
-    )
 
 
 def check_graph(
@@ -101,9 +120,20 @@ def check_graph(
     return tuple(_check_nodes(assume_sizes(graph), _Judge(book=book, settings=known), blocked))
 
 
+class _Known(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rules say of an operator under the settings: its entries, and the rules that may hold for its nodes."""
+
+    ops: tuple[Op, ...]
+    rules: tuple[Rule, ...]
+    soft: tuple[Rule, ...]
+    risks: tuple[Rule, ...]
+    late_risks: tuple[Rule, ...]
+
+
 class _Judge(msgspec.Struct, frozen=True, kw_only=True):
     book: RuleBook
     settings: dict[str, str]
+    operators: dict[tuple[str, str], _Known] = {}
 
     @property
     def bodies(self) -> str:
@@ -117,7 +147,8 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         book, node = self.book, unit.node
         if self._is_unknown(node):
             return ()
-        ops, alone = self._find_ops(node), book.provider.alone
+        known, alone = self._find_known(node), book.provider.alone
+        ops = known.ops
         if not ops:
             what = "kernel" if alone else "builder"
             name = f"{node.domain}:{node.op_type}" if node.domain else node.op_type
@@ -130,44 +161,51 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
             bound = f"older than {low}, the first" if node.since < low else f"newer than {high}, the last"
             found.append(Refusal(reason=f"{node.op_type} of opset {node.since} is {bound} that is taken", fatal=alone))
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
-        for rule in self._list_rules(ops):
-            reason = None if rule.soft else rule.refuse(subject)
-            if reason:
-                found.append(Refusal(reason=reason, fatal=rule.fatal or alone, crashes=rule.crashes))
+        found += (
+            Refusal(reason=reason, fatal=rule.fatal or alone, crashes=rule.crashes)
+            for rule in known.rules
+            if (reason := rule.refuse(subject))
+        )
         return tuple({refusal.reason: refusal for refusal in found}.values())
 
     def find_remarks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
         """Returns the reasons of soft rules for a taken unit: how it computes instead of in integers."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
-        rules = [rule for rule in self._list_rules(self._find_ops(unit.node)) if rule.soft]
-        found = (rule.refuse(subject) for rule in rules)
+        found = (rule.refuse(subject) for rule in self._find_known(unit.node).soft)
         return tuple(dict.fromkeys(remark for remark in found if remark))
 
-    def _find_ops(self, node: Node) -> list[Op]:
-        domain, known = node.domain or "ai.onnx", self.book.provider.domains
-        return [op for op in self.book.op if node.op_type in op.types and domain in (op.domains or known or (domain,))]
+    def _find_known(self, node: Node) -> _Known:
+        domain, provider = node.domain or "ai.onnx", self.book.provider
+        if (found := self.operators.get((node.op_type, domain))) is not None:
+            return found
+        named = (op for op in self.book.op if node.op_type in op.types)
+        ops = tuple(op for op in named if domain in (op.domains or provider.domains or (domain,)))
+        rules: list[Rule] = [*provider.rules]
+        for op in ops:
+            rules += [Forms(allowed=op.forms)] if op.forms else []
+            rules += [rule for group in op.use for rule in self.book.groups[group]]
+            rules += op.rules
+        kinds = {"rules": rules, "risks": provider.risks, "late_risks": provider.late_risks}
+        may = {
+            kind: tuple(rule for rule in given if rule.when.may_hold(node.op_type, self.settings))
+            for kind, given in kinds.items()
+        }
+        hard, soft = (tuple(rule for rule in may["rules"] if rule.soft is kind) for kind in (False, True))
+        known = _Known(ops=ops, rules=hard, soft=soft, risks=may["risks"], late_risks=may["late_risks"])
+        return self.operators.setdefault((node.op_type, domain), known)
 
     def _is_unknown(self, node: Node) -> bool:
         """Returns True for an ONNX operator version that is newer than the list of the provider's kernels."""
         provider = self.book.provider
         return provider.alone and node.domain in {"", "ai.onnx"} and node.since > provider.opset_max
 
-    def _list_rules(self, ops: Sequence[Op]) -> list[Rule]:
-        rules: list[Rule] = [*self.book.provider.rules]
-        for op in ops:
-            rules += [Forms(allowed=op.forms)] if op.forms else []
-            rules += [rule for group in op.use for rule in self.book.groups[group]]
-            rules += op.rules
-        return rules
-
     def find_risks(self, graph: Graph, unit: Unit, *, taken: bool) -> tuple[str, ...]:
         """Returns why session creation may fail because of a unit.
 
         The provider takes it (`taken`), or may claim it once the layout changed (`late_risks`).
         """
-        subject = Subject(graph=graph, unit=unit, settings=self.settings)
-        rules = self.book.provider.risks if taken else self.book.provider.late_risks
-        found = [rule.refuse(subject) for rule in rules]
+        subject, known = Subject(graph=graph, unit=unit, settings=self.settings), self._find_known(unit.node)
+        found = [rule.refuse(subject) for rule in (known.risks if taken else known.late_risks)]
         if taken and self._is_unknown(node := unit.node):
             name, ort = self.book.provider.name, self.book.provider.ort
             found.append(

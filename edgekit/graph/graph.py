@@ -233,6 +233,11 @@ def infer_graph(proto: onnx.ModelProto) -> Graph:
     return view_model(infer_model(proto))
 
 
+def infer_values(proto: onnx.ModelProto) -> dict[str, Value]:
+    """Returns the types and shapes of a protobuf's inputs, outputs and computed tensors, inferred."""
+    return _read_values(infer_model(proto).graph)
+
+
 def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
     """Returns the main graph of a protobuf with the types and shapes in it; external data lie in `folder`."""
     return _View(proto, folder).graph(proto.graph, None)
@@ -266,8 +271,7 @@ class _View:
         if self._model.ir_version >= 4:
             # From IR version 4 on the caller may give another value for an initializer that is an input.
             constants = {name: tensor for name, tensor in constants.items() if name not in fed}
-        # The model states the types of its inputs and outputs: these win over inferred ones.
-        values = {value.name: _value(value) for value in (*proto.value_info, *proto.input, *proto.output)}
+        values = _read_values(proto)
         shell = Graph(
             proto=proto, model=self._model, folder=self._folder, nodes=(), inputs=tuple(fed),
             values=_within(values, outer.values) if outer else values,
@@ -343,6 +347,11 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
     if attribute.type in _LISTS:
         return tuple(cast("Iterable[object]", value))
     return "tensor or graph"
+
+
+def _read_values(graph: onnx.GraphProto) -> dict[str, Value]:
+    # The model states the types of its inputs and outputs: these win over inferred ones.
+    return {value.name: _value(value) for value in (*graph.value_info, *graph.input, *graph.output)}
 
 
 def _value(value: onnx.ValueInfoProto) -> Value:

@@ -11,7 +11,7 @@ import msgspec
 
 from edgekit._files import move_file, require_apart, work_folder
 from edgekit._ort import CPU_PROVIDER, VERSION
-from edgekit.check.check import check_model
+from edgekit.check.check import check_model, check_models
 from edgekit.check.macs import assume_sizes, choose_sizes
 from edgekit.check.recommend import Recommendation, ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, count_of, trace_model
@@ -100,7 +100,6 @@ def check_targets(
     refuse_profiles(targets, source.inputs)
     reports: dict[str, CheckReport] = {}
     observed: dict[str, Observed | str] = {}
-    floats: dict[str, str] = {}
     as_is: dict[str, Placed] = {}
     built: dict[str, CheckReport] = {}
     models: dict[str, Model] = {}
@@ -112,30 +111,35 @@ def check_targets(
             unchanged = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refused_by = _prepare(source, work, recipe, observe=observe)
-        graph, sized, assumed = read_graph(prepared), None, dict[str, int]()
+        graph = read_graph(prepared)
         # The same for all targets.
         traced, sizes = trace_model(source, prepared, recipe.dims), choose_sizes(graph)
         graph = assume_sizes(graph, sizes)
-        for target in targets:
-            progress(f"check {target.name}")
-            report = add_model_nodes(check_model(prepared, target), traced)
-            if unchanged is not None:
-                as_is[target.name] = check_model(unchanged, target, advises=False).placed
+        progress(f"check {', '.join(target.name for target in targets)}")
+        if unchanged is not None:
+            as_is = {each.target: each.placed for each in check_models(unchanged, targets, advises=False)}
+        for target, report in zip(targets, check_models(prepared, targets), strict=True):
+            reports[target.name] = add_model_nodes(report, traced)
             if observe:
                 progress(f"observe {target.name}")
                 seen = observed[target.name] = observe_target(prepared, target)
                 if isinstance(seen, Observed):
-                    report = msgspec.structs.replace(report, evidence=seen.evidence.value)
-            reports[target.name] = report
-            if report.verdict != "yes":
-                if sized is None:
-                    sized, assumed = _assume_sizes(source, prepared, recipe.dims, sizes, work / "sized.onnx")
-                shipped, models[target.name] = _check_shipped(report, sized, target, work / target.name)
-                built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
-                if shipped.taken == shipped.nodes:
-                    # A build brings every node: there is nothing left for the user to change.
-                    left = tuple(advice for advice in report.advice if advice.fix == "automatic")
-                    reports[target.name] = msgspec.structs.replace(report, advice=left)
+                    reports[target.name] = msgspec.structs.replace(reports[target.name], evidence=seen.evidence.value)
+        less = [target for target in targets if reports[target.name].verdict != "yes"]
+        assumed = sizes if less else {}
+        sized, assumed = _assume_sizes(source, prepared, recipe.dims, assumed, work / "sized.onnx")
+        is_same = sized.sha256 == prepared.sha256
+        befores = [reports[each.name] for each in less] if is_same else check_models(sized, less)
+        for target, before in zip(less, befores, strict=True):
+            shipped, models[target.name] = _check_shipped(before, sized, target, work / target.name)
+            report = reports[target.name]
+            built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
+            if shipped.taken == shipped.nodes:
+                # A build brings every node: there is nothing left for the user to change.
+                left = tuple(advice for advice in report.advice if advice.fix == "automatic")
+                reports[target.name] = msgspec.structs.replace(report, advice=left)
+        floats: dict[str, str] = {}
+        for target in targets:
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
                 floats[target.name] = reason
         refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
@@ -206,9 +210,8 @@ def _gains_by_rewrites(report: CheckReport) -> bool:
     return any(advice.id in FIXES or advice.id in TARGET_REWRITES for advice in report.advice)
 
 
-def _check_shipped(report: CheckReport, sized: Model, target: Target, work: Path) -> tuple[CheckReport, Model]:
+def _check_shipped(before: CheckReport, sized: Model, target: Target, work: Path) -> tuple[CheckReport, Model]:
     """Returns a model with sizes for all dimensions after the rewrites from which a target gains, and its check."""
-    before = report if sized.sha256 == report.sha256 else check_model(sized, target)
     if not _gains_by_rewrites(before):
         return before, sized
     out, stays_float = work / sized.path.name, target.precision not in INTEGERS
@@ -253,10 +256,11 @@ def fix_for_target(
         general = FIXES.keys() - FUSIONS if turn else FIXES
         advised = [advice.id for advice in after.advice if advice.id in TARGET_REWRITES][: 1 if is_quantized else None]
         fixed = fix_model(prepared, out, {*general, *required, *advised})
-        prepared, after = fixed.model, check_model(fixed.model, target)
+        prepared = fixed.model
         rounds.append(fixed)
         if not fixed.fixes:
             break
+        after = check_model(prepared, target)
     fixes = tuple(fix for each in rounds for fix in each.fixes)
     return TargetModel(model=prepared, fixes=fixes, before=before, after=after)
 

@@ -110,7 +110,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     Raises:
         UsageError: a library is missing.
         ModelError: the file is missing, empty, truncated, no ONNX model, too new, breaks ONNX's rules, or refers to
-            external data that is missing or outside its folder.
+            external data that is missing or outside its folder; or has no node.
     """
     path, libraries = as_path(path), [as_path(library) for library in custom_ops]
     for library in libraries:
@@ -122,6 +122,10 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
     if flaw := next(soundness.find_flaws(proto), None):
         raise ModelError(f"'{path}' is no valid ONNX model: {flaw}", hint="export it again")
+    # The file may be one that folding emptied, in a folder for work.
+    if not proto.graph.node:
+        words = f"no node of '{path.name}' computes anything from its inputs"
+        raise ModelError(words, hint="export the network that you want to run")
     external = _find_external(path, proto)
     for place in filter(None, map(read_place, iterate_tensors(proto.graph))):
         end, has = place.offset + place.length, (path.parent / place.file).stat().st_size

@@ -84,11 +84,25 @@ def read_opsets(entries: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
 
 def list_bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """Returns the graphs that a node of control flow runs."""
+    # Graphs are walked often, and to ask each attribute takes most of a walk.
+    if _has_no_body(node.op_type, "" if node.domain in _MAIN else node.domain):
+        return []
     return [
         body
         for attribute in node.attribute
         for body in ((attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs)
     ]
+
+
+@lru_cache(maxsize=4096)
+def _has_no_body(op: str, domain: str) -> bool:
+    """Returns True for an ONNX operator that runs no graph; ONNX Runtime refuses one that has a graph all the same."""
+    try:
+        attributes = onnx.defs.get_schema(op, domain).attributes.values()
+    except onnx.defs.SchemaError:
+        return False
+    graphs = {onnx.defs.OpSchema.AttrType.GRAPH, onnx.defs.OpSchema.AttrType.GRAPHS}
+    return not any(attribute.type in graphs for attribute in attributes)
 
 
 def _check_functions(functions: Sequence[onnx.FunctionProto]) -> Iterator[str]:

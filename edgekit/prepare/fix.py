@@ -20,6 +20,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings, tells_refusal
 from edgekit.data.padding import Padding, find_padding
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError, require_known
 from edgekit.graph.constants import ORT_DOMAIN, lift_constants
+from edgekit.graph.graph import Graph, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model import model as models
@@ -268,6 +269,7 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
         # A graph that was not optimized has Constant nodes, which are no nodes of the view that rewrites read.
         lift_constants(part)
     opset, is_inferred = read_opset(proto), False
+    views: list[Graph] = []
     fixes: list[Fix] = []
     for name, rewrite in REWRITES.items():
         if name not in ids:
@@ -276,13 +278,17 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
             # The previous rewrites may have changed shapes.
             inferred = infer_model(proto).graph.value_info
             models.refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
-            is_inferred = True
+            is_inferred, views = True, []
+        # Most rewrites find nothing in a graph, of which one view does for all until one of them changes it.
+        views = views or [view_part(graph, opset) for graph in models.iterate_graphs(proto.graph)]
+        if not any(rewrite.finds(view, opset) for view in views):
+            continue
         # Without a body there is one graph; a rewrite may replace a body.
         graphs = models.iterate_graphs(proto.graph) if len(parts) > 1 else parts
         nodes = tuple(node for graph in graphs for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
-            is_inferred = False
+            is_inferred, views = False, []
             # Where one node replaces several, nothing reads the others now. ONNX Runtime would keep them.
             drop_idle_nodes(proto.graph)
     if fixes:

@@ -65,7 +65,7 @@ def test_no_node_test_crashes_the_check(models: list[tuple[onnx.ModelProto, Grap
     for model, graph in models:
         nodes = recheck(graph, read_opset(model))
         assert all(node.taken or node.reasons for node in nodes)
-        advice = give_advice(Case(graph=graph, nodes=nodes, recheck=recheck))
+        (advice,) = give_advice([Case(graph=graph, nodes=nodes, recheck=recheck)])
         assert all(found.gain_nodes >= 0 and found.message for found in advice)
 
 
@@ -148,4 +148,4 @@ def test_any_graph_gets_a_report_and_advice(model: onnx.ModelProto) -> None:
         nodes = recheck(graph, 17)
         assert len(nodes) == len(graph.nodes)
         assert all(node.taken or node.reasons for node in nodes)
-        give_advice(Case(graph=graph, nodes=nodes, recheck=recheck))
+        give_advice([Case(graph=graph, nodes=nodes, recheck=recheck)])

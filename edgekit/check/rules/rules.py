@@ -6,7 +6,7 @@ every unit of its operator. Rules for the meaning of single operators are in `op
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, cast
 
 import msgspec
@@ -21,6 +21,11 @@ Entry = Scalar | tuple[Scalar, ...]
 Side = Literal["inputs", "outputs"]
 
 
+def _read_number(settings: Mapping[str, str], name: str) -> int:
+    text = settings.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """A unit in its graph, and the target's settings that it is judged by."""
 
@@ -30,8 +35,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
     def number(self, name: str) -> int:
         """Returns a setting as a number, or 0 if it is not a number."""
-        text = self.settings.get(name, "")
-        return int(text) if text.isdecimal() else 0
+        return _read_number(self.settings, name)
 
     def array(self, position: int) -> Array | None:
         """Returns the value of an input if it is a small constant, else None."""
@@ -86,11 +90,20 @@ class When(_Strict, frozen=True, kw_only=True):
     feeds: tuple[str, ...] = ()
     leaves: bool | None = None
 
+    def may_hold(self, op: str, settings: Mapping[str, str]) -> bool:
+        """Returns False if it holds for no unit of this operator under these settings."""
+        return (
+            op not in self.except_ops
+            and (not self.ops or op in self.ops)
+            and all(settings.get(name) in allowed for name, allowed in self.settings.items())
+            and all(_read_number(settings, name) < limit for name, limit in self.below.items())
+            and all(_read_number(settings, name) >= limit for name, limit in self.at_least.items())
+        )
+
     def holds(self, subject: Subject) -> bool:
         """Returns True if every field of the condition holds for the unit."""
         unit, node, producers = subject.unit, subject.unit.node, subject.graph.producers
-        # Most rules name other operators.
-        if node.op_type in self.except_ops or (self.ops and node.op_type not in self.ops):
+        if not self.may_hold(node.op_type, subject.settings):
             return False
         names = [operand.name for operand in unit.inputs] if self.fed_by else ()
         makers = {producers[name].op_type for name in names if name in producers}
@@ -101,9 +114,6 @@ class When(_Strict, frozen=True, kw_only=True):
             and (not self.forms or unit.form in self.forms)
             and all(node.attributes.get(name) in allowed for name, allowed in self.attribute.items())
             and not any(name in node.attributes for name in self.attribute_absent)
-            and all(subject.settings.get(name) in allowed for name, allowed in self.settings.items())
-            and all(subject.number(name) < limit for name, limit in self.below.items())
-            and all(subject.number(name) >= limit for name, limit in self.at_least.items())
             and self.quantized in {None, any(operand.is_quantized for operand in unit.inputs)}
             and len(unit.inputs) >= self.inputs_min
             and all(unit.has_input(at) for at in self.present)

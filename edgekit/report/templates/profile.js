@@ -22,7 +22,7 @@ for (const holder of document.querySelectorAll(".timeline")) {
     const last = new Array(rows).fill(-1);
     for (let i = first(from - widest); i < count && spans[4 * i + 1] <= to; i++) {
       const x = (spans[4 * i + 1] - from) * scale, wide = spans[4 * i + 2] * scale, row = spans[4 * i + 3];
-      const right = Math.max(x + wide, Math.floor(x) + 0.8);
+      const right = Math.max(x + wide, Math.floor(x) + 1);
       if (right <= last[row]) continue;
       last[row] = Math.max(right, last[row]);
       pen.fillStyle = data.hues[spans[4 * i]];
@@ -37,7 +37,6 @@ for (const holder of document.querySelectorAll(".timeline")) {
       pen.fillRect(x, rows * (height + rowGap), 1, 4);
       pen.fillText((at / 1000).toPrecision(4).replace(/\.?0+$/, "") + " ms", x + 3, rows * (height + rowGap) + 13);
     }
-    holder.dataset.drawn = String(Math.round(performance.now()));
   };
   const first = (time) => {
     let low = 0, high = count;
