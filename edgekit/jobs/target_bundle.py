@@ -87,6 +87,15 @@ class _NoSessionError(ModelError):
         super().__init__(f"no session of the {strategy.precision} model starts on {target.name} {cause}", hint=hint)
 
 
+class _NoGainError(ModelError):
+    """The best plan multiplies nothing in integers: the float model is as accurate, without Q and DQ nodes."""
+
+    def __init__(self, precision: Precision, searched: Searched) -> None:
+        lost = describe_prediction(searched.trials[0].prediction)
+        words = f"the best plan that was found leaves no work in {precision}; with all of it there: {lost}"
+        super().__init__(words, hint="calibrate with more data like the app's")
+
+
 def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
     """Yields the contents of the bundle of one target: the best that is expected to start, by the target's rules.
 
@@ -95,7 +104,7 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
 
     1. the rewrites for the target;
     2. constants of float nodes stored as integers, then the ranges and the rounding that the plan chose;
-    3. the precision, unless the user named one.
+    3. the precision, unless the user named one; at once if the best plan multiplies nothing in integers.
 
     A note says what was given up, and the first reason.
 
@@ -155,6 +164,8 @@ class _Strategies:
         for precision in self._list_precisions():
             strategy = Strategy(precision=precision)
             yield strategy
+            if isinstance(self.failed, _NoGainError):
+                continue
             takes_plans = precision in INTEGERS and not self._inputs.is_quantized
             fixed = self._fixed.get(precision not in INTEGERS, self._inputs)
             unrewritten = [] if fixed is self._inputs else [Strategy(precision=precision, is_rewritten=False)]
@@ -249,6 +260,9 @@ class _Strategies:
             notes.append(f"built as fp32: {inputs.floats[target.name]}")
         elif strategy.precision in INTEGERS:
             planned = self._plan(strategy, inputs)
+            searched = planned.searched
+            if searched is not None and searched.has_no_gain and self._list_precisions()[-1] not in INTEGERS:
+                raise _NoGainError(strategy.precision, searched)
             plan = change_plan(planned.plan, strategy, inputs.prepared, inputs.calibration, target)
             quantized = write_chosen(planned.search, plan, planned.searched, work / "quantized.onnx")
             model = quantized.model

@@ -28,7 +28,7 @@ from edgekit.jobs.build import build
 from edgekit.jobs.check import check_targets
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
-from edgekit.recipe import Data, Recipe
+from edgekit.recipe import Data, PrecisionChoice, Recipe
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import describe_quantization
 from edgekit.target import Precision, find_group, load_target
@@ -371,6 +371,25 @@ def test_a_build_says_where_a_model_may_end_whose_last_nodes_qnn_does_not_take(t
     assert [stage.stage for stage in report.stages].count("convert") == 1
     ends = "(end the model before 2 nodes, which the app then computes: edgekit prepare --outputs r; "
     assert ends in str(bundle.failure)
+
+
+@pytest.mark.parametrize("precision", ["auto", "int8"])
+def test_a_model_whose_best_plan_leaves_no_work_in_integers_is_built_as_float(
+    tmp_path: Path, precision: PrecisionChoice
+) -> None:
+    """An output is a difference of 0.1 between channels of 100, which 8 bits do not hold; a MaxPool has 8 bits."""
+    text = """g (float[1,2,8,8] x, float[1,1,8,8] z) => (float[1,1,8,8] y, float[1,1,4,4] m)
+      <float[1,2,1,1] w = {1, -1}> { c = Conv(x, w) y = Sigmoid(c)
+      m = MaxPool<kernel_shape=[2,2], strides=[2,2]>(z) }"""
+    path, rng = parse_model(text, tmp_path / "m.onnx"), np.random.default_rng(0)
+    sizes = ((100, (32, 1, 1, 8, 8)), (0.1, (32, 1, 2, 8, 8)), (1, (32, 1, 1, 8, 8)))
+    common, own, free = (rng.normal(0, spread, size).astype(np.float32) for spread, size in sizes)
+    np.savez(tmp_path / "d.npz", x=common + own, z=free)
+    recipe = Recipe(targets=("cpu",), precision=precision)
+    (bundle,) = build(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
+    reason = "built as fp32, because the best plan that was found leaves no work in int8; with all of it there: "
+    assert any(note.startswith(reason) for note in bundle.notes) is (precision == "auto")
+    assert bundle.precision == ("fp32" if precision == "auto" else "int8")
 
 
 def test_a_build_names_a_large_table_that_leaves_8_bits(tmp_path: Path) -> None:

@@ -137,6 +137,11 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
     wide_range: tuple[str, ...] = ()
 
+    @property
+    def has_no_gain(self) -> bool:
+        """Whether all the work that 8 bits would compute in integers left them."""
+        return not self.chosen.integer_macs and self.trials[0].integer_macs > 0
+
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """A drop of at most `max_drop` (a share): the user's (`is_given`), or that of the default mode.
