@@ -3,9 +3,8 @@
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -66,7 +65,28 @@ def place_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     quantizer = _open_quantizer(graph, plan, subject, left_out=weights.keys())
     with _asking_ort(subject), reading_from(graph.folder):
         quantized: onnx.ModelProto = quantizer.quantize_model()
-    _quantize_weights(quantized.graph, weights, graph.folder)
+    # The quantizer leaves Q nodes on float weights, because it would round each channel in a loop of Python.
+    placed = quantized.graph
+    stored = {tensor.name: weights.get(tensor.name, tensor) for tensor in placed.initializer}
+    rounding = {
+        node.output[0]: node for node in placed.node if node.op_type == "QuantizeLinear" and node.input[0] in stored
+    }
+    for node in placed.node:
+        made = rounding.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+        if made is None:
+            continue
+        axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
+        weight, scale, zero = (read_array(stored[each], graph.folder) for each in made.input)
+        integers = _round_weight(weight, scale, zero, axis)
+        # ORT quantizes each weight once. Each is written in place: a new list would keep all weights in memory twice.
+        node.input[0] = f"{made.input[0]}_quantized"
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(integers.dtype)
+        placed.initializer.add(name=node.input[0], dims=integers.shape, data_type=dtype, raw_data=integers.tobytes())
+    refill(placed.node, [node for node in placed.node if node.output[0] not in rounding])
+    drop_unread(placed)
+    for tensor in placed.initializer:
+        if tensor.name in weights:
+            tensor.CopyFrom(weights[tensor.name])
     refill(quantized.metadata_props, graph.model.metadata_props)
     return quantized
 
@@ -101,7 +121,7 @@ def _open_quantizer(graph: Graph, plan: QuantPlan, subject: str, *, left_out: Co
         grids = {name: grid for name, grid in plan.grids.items() if name not in freed}
         plan = msgspec.structs.replace(plan, ranges=ranges, grids=grids)
     proto, (options, op_types) = graph.model, _options(graph, plan, subject)
-    options["AddQDQPairToWeight"] = True  # `_quantize_weights` rounds the float weights that this leaves
+    options["AddQDQPairToWeight"] = True  # `place_qdq` rounds the float weights that this leaves
     # `round_qdq_weights` makes room for the biases of the layers that it knows, without ORT's loop over channels.
     biased = (node for node in graph.nodes if node.op_type in WITH_BIAS and node.has_input(2))
     options["QDQDisableWeightAdjustForInt32Bias"] = all(read_layer(graph, node) for node in biased)
@@ -131,33 +151,6 @@ def _open_quantizer(graph: Graph, plan: QuantPlan, subject: str, *, left_out: Co
             op_types,
             options,
         )
-
-
-def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto], folder: Path) -> None:
-    """Rounds the float weights that Q nodes read, and removes these Q nodes: ORT would loop over channels in Python.
-
-    `weights` are the initializers whose values were left out of the graph.
-    """
-    stored = {tensor.name: weights.get(tensor.name, tensor) for tensor in graph.initializer}
-    rounding = {
-        node.output[0]: node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in stored
-    }
-    for node in graph.node:
-        made = rounding.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        if made is None:
-            continue
-        axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
-        weight, scale, zero = (read_array(stored[each], folder) for each in made.input)
-        integers = _round_weight(weight, scale, zero, axis)
-        # ORT quantizes each weight once. Each is written in place: a new list would keep all weights in memory twice.
-        node.input[0] = f"{made.input[0]}_quantized"
-        dtype = onnx.helper.np_dtype_to_tensor_dtype(integers.dtype)
-        graph.initializer.add(name=node.input[0], dims=integers.shape, data_type=dtype, raw_data=integers.tobytes())
-    refill(graph.node, [node for node in graph.node if node.output[0] not in rounding])
-    drop_unread(graph)
-    for tensor in graph.initializer:
-        if tensor.name in weights:
-            tensor.CopyFrom(weights[tensor.name])
 
 
 def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:

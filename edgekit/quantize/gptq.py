@@ -46,8 +46,6 @@ _LEAST = 1e-30
 _OFF_GRID, _MOST_STEPS_BETWEEN = 1e-2, 4
 # So many weights are checked first: for most layers they already show that there is no grid.
 _LOOKED_AT = 4096
-# An input whose spread is below this share of the widest spread in its layer stays within half a step of 8 bits.
-_INACTIVE = 1 / 512
 
 
 class Rounded(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,27 +182,6 @@ def add_spread(moment: Array, spread: Array, samples: int) -> Array:
     """Returns a second moment with the energy of one extra patch on its diagonal; `spread` is [groups, inputs]."""
     # An input may be nonzero at a position from which no patch was taken.
     return _add_to_diagonal(moment, spread**2 / (samples + 1))
-
-
-def find_inactive(moment: Array, spread: Array, widest: float) -> Array:
-    """Returns which inputs, bool [groups, inputs], were zero in every sample at the resolution of 8 bits.
-
-    `spread` is [groups, inputs], and `widest` the largest one of the layer. The samples say nothing about such an input
-    when it is nonzero, so its weights must stay those of the float model.
-    """
-    most = _INACTIVE * widest
-    # The mean square counts too: a constant nonzero input acts as a bias, and its effect is known.
-    return np.asarray((spread <= most) & (np.diagonal(moment, axis1=1, axis2=2) <= most**2))
-
-
-def isolate_inactive(moment: Array, inactive: Array) -> Array:
-    """Returns a second moment without correlations of inactive inputs, so that they absorb no error of others."""
-    # The product with the mask would copy a matrix of a gigabyte for a wide layer.
-    if not inactive.any():
-        return moment
-    active = ~inactive
-    together = active[:, :, None] & active[:, None, :]
-    return np.asarray(moment * (together | np.eye(moment.shape[-1], dtype=bool)))
 
 
 def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:

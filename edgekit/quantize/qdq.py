@@ -31,7 +31,8 @@ from edgekit.prepare.stripped import is_absent
 from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, assume_ranges, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
-from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
+from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph
+from edgekit.quantize.equalization.pairs import SUFFIX, find_channel_source
 from edgekit.quantize.finer_weights import multiply_gains, split_weights
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.graph.layers import Layer, read_layers
@@ -181,8 +182,11 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
         UsageError: the statistics are gone.
     """
     qdq = deepcopy(placed)
+    # The input of each layer before equalization.
+    sources = {layer.node: find_channel_source(graph, layer).removesuffix(SUFFIX) for layer in read_layers(graph)}
     how = Rounder(
-        graph=graph, statistics=statistics, rounding=plan.rounding, factors=scaled_layers(graph, plan.factors),
+        graph=graph, statistics=statistics, rounding=plan.rounding,
+        factors={node: plan.factors[source] for node, source in sources.items() if source in plan.factors},
         limit=plan.find_weight_limit(), bits=plan.bits,
     )  # fmt: skip
     round_qdq_weights(qdq, how)

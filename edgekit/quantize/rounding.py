@@ -30,10 +30,9 @@ from edgekit.quantize.calibration.moments import (
     block_sizes,
     open_moments,
     patches_per_sample,
-    scale_moments,
 )
 from edgekit.quantize.calibration.store import StoredArrays, write_arrays
-from edgekit.quantize.graph.layers import LAYER_OPS, Layer, locate_patches, read_layers
+from edgekit.quantize.graph.layers import LAYER_OPS, Layer, expand_channel_factors, locate_patches, read_layers
 from edgekit.quantize.graph.sessions import open_graph
 
 
@@ -114,7 +113,17 @@ class Rounder(msgspec.Struct, frozen=True, kw_only=True):
         moments = stored(layer.node)
         if moments is None or layer.node not in self.factors:
             return moments
-        return scale_moments(moments, layer, np.asarray(self.factors[layer.node]))
+        factors = np.asarray(self.factors[layer.node])
+        scale = expand_channel_factors(layer, factors)[:, 0].astype(np.float32)
+        pieces = scale.reshape(-1, moments.size)
+        return msgspec.structs.replace(
+            moments,
+            mean=moments.mean * scale,
+            spread=moments.spread * scale,
+            low=moments.low * factors.astype(np.float32),
+            high=moments.high * factors.astype(np.float32),
+            covariance=moments.covariance * pieces[:, :, None] * pieces[:, None, :],
+        )
 
 
 class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -354,6 +363,8 @@ def _round_pieces(matrix: Array, moment: Array, place: QdqLayer, scale: Array, n
 
 
 _ERRORS_AT_ONCE = 1 << 20
+# An input whose spread is below this share of the widest spread in its layer stays within half a step of 8 bits.
+_INACTIVE = 1 / 512
 # The second moments of so many inputs are prepared at a time; each is in memory about ten times over, in double
 # precision. A choice.
 _MOMENT_BYTES = 4 << 20
@@ -430,16 +441,15 @@ def _round_with_moments(
     known = [prepare(own) for _, own in parts[:1] if len(parts) == 1]
     noise = place.step**2 / 12 if rounding == "refit" else 0.0
 
-    def refit(matrix: Array, moment: Array, inactive: Array) -> Array:
-        split = gptq.split_pieces(matrix, layer.groups, moments.size)
-        # Least squares would set the weights of inputs that were always zero to zero.
-        return gptq.join_pieces(
-            np.where(inactive[:, None], split, gptq.refit_weights(split, moment, noise)), layer.groups
-        )
-
     if rounding == "refit":
-        fitted = (refit(matrix[..., span], *(known[0] if known else prepare(own))) for span, own in parts)
-        matrix = np.concatenate([*fitted], axis=2)
+        fitted = list[Array]()
+        for span, own in parts:
+            moment, inactive = known[0] if known else prepare(own)
+            split = gptq.split_pieces(matrix[..., span], layer.groups, moments.size)
+            # Least squares would set the weights of inputs that were always zero to zero.
+            refitted = np.where(inactive[:, None], split, gptq.refit_weights(split, moment, noise))
+            fitted.append(gptq.join_pieces(refitted, layer.groups))
+        matrix = np.concatenate(fitted, axis=2)
     scale = _find_scale(matrix, place, floor, moments.energy())
     rounded = [
         _round_pieces(matrix[..., span], (known[0] if known else prepare(own))[0], place, scale, noise)
@@ -449,10 +459,21 @@ def _round_with_moments(
 
 
 def _prepare_moment(moments: InputMoments, *, is_centred: bool, widest: float) -> tuple[Array, Array]:
-    """Returns a second moment that can be inverted, and which inputs are inactive."""
+    """Returns a second moment that can be inverted, and which inputs are inactive, bool [groups, inputs].
+
+    These were zero in every sample at the resolution of 8 bits; `widest` is the largest spread of the layer. The
+    samples say nothing about such an input when it is nonzero, so its weights must stay those of the float model.
+    """
     # The bias corrects the mean error, so only deviations from the mean matter.
     blocks, spread = moments.second_moment(centred=is_centred), moments.spread.reshape(-1, moments.size)
-    inactive = gptq.find_inactive(blocks, spread, widest)
-    return gptq.isolate_inactive(
-        gptq.add_spread(gptq.shrink_moment(blocks, moments.count), spread, moments.count), inactive
-    ), inactive
+    most = _INACTIVE * widest
+    # The mean square counts too: a constant nonzero input acts as a bias, and its effect is known.
+    inactive = (spread <= most) & (np.diagonal(blocks, axis1=1, axis2=2) <= most**2)
+    moment = gptq.add_spread(gptq.shrink_moment(blocks, moments.count), spread, moments.count)
+    # The product with the mask would copy a matrix of a gigabyte for a wide layer.
+    if inactive.any():
+        # Inactive inputs are correlated with no other, so that they absorb no error of others.
+        active = ~inactive
+        together = active[:, :, None] & active[:, None, :]
+        moment = moment * (together | np.eye(moment.shape[-1], dtype=bool))
+    return moment, inactive

@@ -75,13 +75,17 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> heads.Head 
     """
     best, reached = None, (0, False, 0.0)
     for boxes, scores in _pair_columns(outputs[0]):
-        sides, rows = _sides(outputs[0], boxes[0]), len(boxes[0].view(outputs[0]))
+        first = boxes[0]
+        shapes, rows = [outputs[0][name].shape for name in first.outputs], len(first.view(outputs[0]))
+        # Anchors, height and width of each level, if the outputs are maps.
+        axes, at = len(shapes[0]), slice(1, 3) if len(shapes[0]) == 4 and first.axis == -1 else slice(2, 4)
+        sides = tuple((shape[1] if axes == 5 else first.anchors, *shape[at]) for shape in shapes if axes >= 4)
         if rows > _MOST_ROWS or any(_LEAST_CELL * height > image[0] for _, height, _ in sides):
             continue
         for head in _read_scores(outputs, boxes, scores):
             sure = _find_high_scores(head, outputs)
             for code, grid in heads.lay_grids(tuple(each.count for each in boxes), rows, sides, image) if sure else ():
-                if grid is None and len(boxes[0].outputs) > 1:
+                if grid is None and len(first.outputs) > 1:
                     continue
                 peaks = sides[0][1:] if code in heads.CENTRED else None
                 coded = msgspec.structs.replace(head, code=code, grid=grid, peaks=peaks)
@@ -270,14 +274,6 @@ def _count_scores(rest: heads.Columns, outputs: Tensors) -> int:
         return int(shares.argmin())
     counts = (count for count in range(rest.count - 1, 1, -1) if _find_prototypes(outputs, count))
     return rest.count - next(counts, 0)
-
-
-def _sides(outputs: Tensors, columns: heads.Columns) -> tuple[tuple[int, int, int], ...]:
-    """Returns (anchors, height, width) of each level, () if the outputs are no maps."""
-    shapes = [outputs[name].shape for name in columns.outputs]
-    rank = len(shapes[0])
-    at = slice(1, 3) if rank == 4 and columns.axis == -1 else slice(2, 4)
-    return tuple((shape[1] if rank == 5 else columns.anchors, *shape[at]) for shape in shapes if rank >= 4)
 
 
 def _read_scores(

@@ -138,36 +138,16 @@ def _powers(values: Array) -> Array:
     return np.asarray(np.exp(np.clip(values, -_LARGEST_POWER, _LARGEST_POWER)))
 
 
-def _decode_yolox(values: Array, at: _Places) -> Array:
-    """Z. Ge et al., arXiv:2107.08430."""
-    return _corners((values[:, :2] + at.corner) * at.cell, _powers(values[:, 2:]) * at.cell)
-
-
-def _decode_yolov3(values: Array, at: _Places) -> Array:
-    """J. Redmon and A. Farhadi, arXiv:1804.02767."""
-    return _corners((sigmoid(values[:, :2]) + at.corner) * at.cell, _powers(values[:, 2:]) * at.anchor)
-
-
 def _decode_yolov5(values: Array, at: _Places) -> Array:
     """The head of ultralytics/yolov5, and of YOLOv7."""
     shares = sigmoid(values)
     return _corners((2 * shares[:, :2] - 0.5 + at.corner) * at.cell, (2 * shares[:, 2:]) ** 2 * at.anchor)
 
 
-def _decode_shares(values: Array, at: _Places) -> Array:
-    """The head of dog-qiuqiu/FastestDet: the centre relative to the cell by a tanh, the size relative to the image."""
-    return _corners((np.tanh(values[:, :2]) + at.corner) * at.cell, sigmoid(values[:, 2:]) * at.image)
-
-
 def _decode_distances(values: Array, at: _Places, *, in_pixels: bool = False) -> Array:
     """Distances to the four sides, in cells or in pixels (Z. Tian et al., "FCOS", arXiv:1904.01355)."""
     middle, unit = (at.corner + 0.5) * at.cell, 1.0 if in_pixels else at.cell
     return np.concatenate([middle - values[:, :2] * unit, middle + values[:, 2:] * unit], axis=1)
-
-
-def _decode_offsets(values: Array, at: _Places) -> Array:
-    """Centre and size in pixels, from the centre of the cell (V. Bazarevsky et al., "BlazeFace", arXiv:1907.05047)."""
-    return _corners((at.corner + 0.5) * at.cell + values[:, :2], values[:, 2:])
 
 
 def _decode_centres(values: Array, at: _Places, *, in_pixels: bool = False) -> Array:
@@ -188,13 +168,21 @@ EXPLICIT: Mapping[str, Callable[[Array], Array]] = {
 """Codes of boxes that the graph has decoded. Overlaps are the same whether x or y comes first."""
 
 CODES: Mapping[str, Callable[[Array, _Places], Array]] = {
-    "yolox": _decode_yolox,
-    "yolov3": _decode_yolov3,
+    # Z. Ge et al., arXiv:2107.08430
+    "yolox": lambda values, at: _corners((values[:, :2] + at.corner) * at.cell, _powers(values[:, 2:]) * at.cell),
+    # J. Redmon and A. Farhadi, arXiv:1804.02767
+    "yolov3": lambda values, at: _corners(
+        (sigmoid(values[:, :2]) + at.corner) * at.cell, _powers(values[:, 2:]) * at.anchor
+    ),
     "yolov5": _decode_yolov5,
-    "shares": _decode_shares,
+    # The head of dog-qiuqiu/FastestDet: the centre relative to the cell by a tanh, the size relative to the image
+    "shares": lambda values, at: _corners(
+        (np.tanh(values[:, :2]) + at.corner) * at.cell, sigmoid(values[:, 2:]) * at.image
+    ),
     "distances": _decode_distances,
     "pixel distances": partial(_decode_distances, in_pixels=True),
-    "offsets": _decode_offsets,
+    # Centre and size in pixels, from the centre of the cell (V. Bazarevsky et al., "BlazeFace", arXiv:1907.05047)
+    "offsets": lambda values, at: _corners((at.corner + 0.5) * at.cell + values[:, :2], values[:, 2:]),
     "binned distances": _decode_bins,
     "centres": _decode_centres,
     "centres and pixels": partial(_decode_centres, in_pixels=True),

@@ -423,23 +423,20 @@ def _judge_heatmaps(records: Sequence[Array]) -> Loss:
 
 
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
-    """Returns [mean square of the difference, mean square of the detail, 1 % quantile, 99 % quantile] of an image."""
-    one, two = expected.astype(np.float64), found.astype(np.float64)
-    return np.array([((one - two) ** 2).mean(), _detail(one), *np.quantile(one, (_OVERSHOOT, 1 - _OVERSHOOT))])
+    """Returns [mean square of the difference, mean square of the detail, 1 % quantile, 99 % quantile] of an image.
 
-
-def _detail(images: Array) -> float:
-    """Returns the mean square of the detail finer than four pixels: images minus their 4 x 4 means, enlarged linearly.
-
-    Photographs have about equal power in each octave (D. J. Field, 1987), and the error of a network that enlarges them
-    is about the power of the finest octave that it shows. The PSNR of three networks against the truth was as this
-    predicts, or up to 2 dB higher; that of one network was up to 9 dB lower (measured once).
+    The detail is what is finer than four pixels: the image minus its 4 x 4 means, enlarged linearly. Photographs have
+    about equal power in each octave (D. J. Field, 1987), and the error of a network that enlarges them is about the
+    power of the finest octave that it shows. The PSNR of three networks against the truth was as this predicts, or up
+    to 2 dB higher; that of one network was up to 9 dB lower (measured once).
     """
-    first = 2 if images.shape[1] in IMAGE_CHANNELS else 1
-    height, width = (side // _FINE for side in images.shape[first : first + 2])
-    cut = np.moveaxis(images, (first, first + 1), (-2, -1))[..., : height * _FINE, : width * _FINE]
+    one, two = expected.astype(np.float64), found.astype(np.float64)
+    first = 2 if one.shape[1] in IMAGE_CHANNELS else 1
+    height, width = (side // _FINE for side in one.shape[first : first + 2])
+    cut = np.moveaxis(one, (first, first + 1), (-2, -1))[..., : height * _FINE, : width * _FINE]
     means = cut.reshape(*cut.shape[:-2], height, _FINE, width, _FINE).mean((-3, -1))
-    return float(((cut - _enlarging(height) @ means @ _enlarging(width).T) ** 2).mean())
+    detail = ((cut - _enlarging(height) @ means @ _enlarging(width).T) ** 2).mean()
+    return np.array([((one - two) ** 2).mean(), detail, *np.quantile(one, (_OVERSHOOT, 1 - _OVERSHOOT))])
 
 
 def _enlarging(count: int) -> Array:
@@ -451,9 +448,9 @@ def _enlarging(count: int) -> Array:
 def _judge_image(records: Sequence[Array]) -> Loss:
     """Returns the share of the PSNR against the true image that is lost.
 
-    The float model's own PSNR t is estimated from its detail: the less detail, the higher (`_detail`). Squared errors
-    add up: with a PSNR q between the two models' images, t - 10 log10(1 + t' / q') is left, with t' and q' as ratios of
-    powers.
+    The float model's own PSNR t is estimated from its detail: the less detail, the higher (`_record_image`). Squared
+    errors add up: with a PSNR q between the two models' images, t - 10 log10(1 + t' / q') is left, with t' and q' as
+    ratios of powers.
     """
     table = np.stack(records)
     peak = max(float(table[:, 3].max() - table[:, 2].min()), 1e-12)
@@ -530,10 +527,6 @@ def _variance(sums: Array) -> Array:
     return np.asarray(np.maximum(sums[..., 1, :] / sums[..., 3, :] - means**2, 0.0))
 
 
-def _record_vectors(expected: Array, found: Array, _reading: Reading) -> Array:
-    return np.stack([expected.reshape(-1), found.reshape(-1)]).astype(np.float64)
-
-
 def _judge_vectors(records: Sequence[Array]) -> Loss:
     """Returns the share of samples whose nearest neighbour among the others changed (1 - recall@1).
 
@@ -605,7 +598,7 @@ MEASURES: Mapping[MeasuredKind, OutputMeasure] = {
     ),
     "embedding": OutputMeasure(
         "nearest neighbours (recall@1)", _NEIGHBOURS, _judge_vectors, _vector_distances, least=0.0,
-        record=_record_vectors,
+        record=lambda expected, found, _: np.stack([expected.reshape(-1), found.reshape(-1)]).astype(np.float64),
     ),
     "image": OutputMeasure(
         "PSNR of images", _DIFFERENCES, _judge_image, _of_each(lambda record: record[0]), record=_record_image

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, ranks_classes
-from edgekit.quantize.accuracy.readouts import find_origins, find_readout, find_vocabulary_sizes
+from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
 
@@ -89,8 +89,10 @@ def read_output_kinds(
             guess = msgspec.structs.replace(guess, kind=_find_step_kind(graph, first, guess.axis))
         if guess and guess.other == "map" and _is_sequence(name, axis := guess.other_axis, "", outputs[0]):
             kind = _find_step_kind(graph, first, axis)
-            # A class for each word of the graph's vocabulary is no guess.
-            is_certain = graph.dims(name)[axis] in find_vocabulary_sizes(graph)
+            # A class for each word of the graph's vocabulary, the rows of a table that a Gather reads, is no guess.
+            tables = (graph.constants.get(node.input[0]) for node in graph.nodes if node.op_type == "Gather")
+            words = {table.dims[0] for table in tables if table is not None and len(table.dims) == 2}
+            is_certain = graph.dims(name)[axis] in words
             guess = Reading(kind=kind, axis=axis) if is_certain else msgspec.structs.replace(guess, other=kind)
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:

@@ -58,12 +58,6 @@ def find_readout(graph: Graph, name: str) -> Readout:
     return "shaped"
 
 
-def find_vocabulary_sizes(graph: Graph) -> frozenset[int]:
-    """Returns the sizes of the graph's vocabularies: the numbers of rows of the tables that a Gather reads."""
-    tables = (graph.constants.get(node.input[0]) for node in graph.nodes if node.op_type == "Gather")
-    return frozenset(table.dims[0] for table in tables if table is not None and len(table.dims) == 2)
-
-
 def find_origins(graph: Graph, name: str, room: int = _MOST_NODES) -> tuple[Origin, ...]:
     """Returns the origin of each axis: "weights" for the output axis of a layer, "places" for an axis of its input.
 

@@ -13,7 +13,7 @@ import numpy as np
 from edgekit._files import AnyPath, as_path, digest_bytes
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
-from edgekit.graph.graph import Graph
+from edgekit.graph.graph import Graph, view_file
 from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
 from edgekit.model.tensors import StatedOutput, Tensors
@@ -28,10 +28,10 @@ from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import (
+    STORED_GRAPH,
     float_activations,
     known_bounds,
     read_float_graph,
-    read_stored_graph,
     store_float_graph,
 )
 from edgekit.quantize.ranges import (
@@ -180,6 +180,8 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         save_moments(work, found.statistics.moments())
         effort = find_effort(graph, len(found.seen))
         judges = (*found.held_out.describe_loss(), *effort.describe(len(found.held_out.positions())))
+    shares, masked = found.statistics.second_shares(), found.statistics.masked()
+    _fill_aliases(shares, found.augmented.aliases)
     return Calibration(
         model_sha256=model.sha256,
         samples_sha256=digest_bytes(b"".join(found.seen[index] for index in sorted(found.seen))),
@@ -188,7 +190,9 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         known=found.known,
         notes=(*found.cache.notes, *judges, *_list_one_sided(graph, found.statistics.exact_ranges())),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
-        second_shares=_find_second_shares(graph, found.augmented.aliases, found.statistics),
+        second_shares={
+            name: shares[name] for name in float_activations(graph) if name in shares and name not in masked
+        },
         statistics=str(work) if fitting else "",
         outputs=how.outputs,
     )
@@ -237,8 +241,9 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
+    stored = Path(calibration.statistics, STORED_GRAPH)
     is_its = calibration.statistics and calibration.model_sha256 == model.sha256
-    return (read_stored_graph(Path(calibration.statistics)) if is_its else None) or read_float_graph(model)
+    return view_file(stored) if is_its and stored.is_file() else read_float_graph(model)
 
 
 def _choose_ranges(
@@ -254,7 +259,7 @@ def _choose_ranges(
     judged = {each.reader for each in find_compared_tensors(graph)}
     squashing = (node for node in graph.nodes if node.name in judged and None not in known_bounds(graph, node))
     answers = {node.output[0] for node in squashing}
-    factors = _find_factor_ranges(graph, statistics)
+    factors = statistics.factor_ranges(graph)
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         choose = RANGE_METHODS[method]
@@ -273,29 +278,6 @@ def _fill_aliases(found: dict[str, _T], aliases: Mapping[str, str]) -> None:
     for name, source in reversed(list(aliases.items())):
         if source in found:
             found[name] = found[source]
-
-
-def _find_factor_ranges(graph: Graph, statistics: ActivationStatistics) -> dict[str, TensorRange]:
-    """Returns the ranges of constants that multiply channels, some of them zero in all samples, by the other ones.
-
-    A layer of Keras that normalizes its inputs divides one that never varied by 1e-7. In the steps of a range up to 1e7
-    all other numbers would be zero; what they multiply by a number cut to their range is zero all the same.
-    """
-    found: dict[str, TensorRange] = {}
-    for name, idle in statistics.idle_channels():
-        numbers = graph.weight(name).reshape(-1)
-        live = numbers[~idle]
-        if live.size and np.abs(live).max() < np.abs(numbers).max():
-            found[name] = TensorRange(low=float(live.min()), high=float(live.max()))
-    return found
-
-
-def _find_second_shares(
-    graph: Graph, aliases: Mapping[str, str], statistics: ActivationStatistics
-) -> dict[str, tuple[float, float]]:
-    shares, masked = statistics.second_shares(), statistics.masked()
-    _fill_aliases(shares, aliases)
-    return {name: shares[name] for name in float_activations(graph) if name in shares and name not in masked}
 
 
 # Samples whose brightest pixel is below 1 / 1.25 of white are not photographs, or have another scale; and widening a

@@ -15,7 +15,7 @@ import numpy as np
 from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.store import StoredArrays, write_arrays
-from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
+from edgekit.quantize.graph.layers import Layer, PatchIndices
 
 MOMENTS = "moments.bin"
 """The file of moments in the folder of a calibration's statistics."""
@@ -158,20 +158,6 @@ class MomentCollector:
         self._products.values += np.swapaxes(parts, 1, 2) @ parts
         self._products.release()
         self._pending.release()
-
-
-def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputMoments:
-    """Returns the moments of a layer's input after its channels are multiplied by factors."""
-    scale = expand_channel_factors(layer, factors)[:, 0].astype(np.float32)
-    pieces = scale.reshape(-1, moments.size)
-    return msgspec.structs.replace(
-        moments,
-        mean=moments.mean * scale,
-        spread=moments.spread * scale,
-        low=moments.low * factors.astype(np.float32),
-        high=moments.high * factors.astype(np.float32),
-        covariance=moments.covariance * pieces[:, :, None] * pieces[:, None, :],
-    )
 
 
 def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:

@@ -7,11 +7,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from edgekit.graph.graph import Graph
 from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.calibration.augment import HIGHS, LOWS, PATCHES, SCORES, AugmentedGraph, TensorAxis, pick_outputs
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
-from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
+from edgekit.quantize.graph.float_graph import SCORE_MARGIN
 from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 
 SUMMED_SAMPLES = 8
@@ -94,11 +95,12 @@ class ActivationStatistics:
         """Returns the ranges of the unmasked values, for tensors before a Softmax that hold masked values."""
         exact = self.exact_ranges()
         lowest = {name: float(values[0]) for (name, _), values in self._scores.entries().items() if name in exact}
-        counting = {
-            name: TensorRange(low=low, high=max(exact[name].high, low))
-            for name, low in lowest.items()
-            if np.isfinite(low) and is_masked(exact[name].low, exact[name].high, low)
-        }
+        counting = dict[str, TensorRange]()
+        for name, low in lowest.items():
+            whole, high = exact[name].low, exact[name].high
+            # The lowest values are a mask: their gap to those that matter exceeds the range of the latter.
+            if np.isfinite(low) and whole < low - (max(high, 0.0) - min(low, 0.0)):
+                counting[name] = TensorRange(low=low, high=max(high, low))
         seen = exact | counting
         reach = dict[str, float]()
         for each in self._augmented.scores:
@@ -122,13 +124,19 @@ class ActivationStatistics:
         lows, highs = self._lows.second_shares(), self._highs.second_shares()
         return {name: (lows.get(name, 1.0), highs.get(name, 1.0)) for name in lows.keys() | highs.keys()}
 
-    def idle_channels(self) -> Iterator[tuple[str, Array]]:
-        """Yields the constants that multiply channels, with which of them are zero in all samples, where any is."""
-        extremes = self._channel_extremes()
+    def factor_ranges(self, graph: Graph) -> dict[str, TensorRange]:
+        """Returns the ranges of constants that multiply channels, some of them zero in all samples, by the other ones.
+
+        A layer of Keras that normalizes its inputs divides one that never varied by 1e-7. In the steps of a range up to
+        1e7 all other numbers would be zero; what they multiply by a number cut to their range is zero all the same.
+        """
+        extremes, found = self._channel_extremes(), dict[str, TensorRange]()
         for name, tensor in self._augmented.factors.items():
-            idle = ~np.any(extremes[tensor], axis=0)
-            if idle.any():
-                yield name, idle
+            live, numbers = np.any(extremes[tensor], axis=0), graph.weight(name).reshape(-1)
+            kept = numbers[live]
+            if kept.size and np.abs(kept).max() < np.abs(numbers).max():
+                found[name] = TensorRange(low=float(kept.min()), high=float(kept.max()))
+        return found
 
     def histograms(self) -> dict[str, Histogram]:
         """Returns the histogram of each tensor that values were picked from."""

@@ -28,11 +28,10 @@ from edgekit.quantize.equalization.pairs import (
     SUFFIX,
     EqualizationPair,
     ScaledConstant,
-    find_channel_source,
     find_equalization_pairs,
     write_powers,
 )
-from edgekit.quantize.graph.layers import Layer, expand_channel_factors, read_layers
+from edgekit.quantize.graph.layers import Layer, expand_channel_factors
 from edgekit.quantize.ranges import TensorRange, snap_range
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -147,17 +146,6 @@ class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
         return np.asarray(np.maximum(np.abs(self.low), np.abs(self.high)))
 
 
-def _extrapolate(ends: Array) -> Array:
-    """Returns an estimate of each channel's extreme [channels], given the two most extreme samples [2, channels].
-
-    Once channels are equalized, all of them reach the limits of the tensor's range, so of 256 channels each new sample
-    would exceed some. The estimate 2 x1 - x2 removes the bias of the sample's extreme x1 (the jackknife of D. S. Robson
-    and J. H. Whitlock, "Estimation of a truncation point", Biometrika 51, 1964).
-    """
-    first, second = ends.astype(np.float64)
-    return np.asarray(2 * first - second)
-
-
 MeasuredPairs = Sequence[tuple[EqualizationPair, Mapping[str, ChannelRange]]]
 """Pairs, each with the channel ranges of its tensors."""
 
@@ -182,8 +170,13 @@ def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange
 def _trace_back(
     pair: EqualizationPair, ends: tuple[Array, Array], seen: Mapping[str, TensorRange]
 ) -> dict[str, ChannelRange]:
-    """Returns the channel ranges of a pair's tensors, computed from the extremes [2, channels] of its own tensor."""
-    low, high = map(_extrapolate, ends)
+    """Returns the channel ranges of a pair's tensors, computed from the extremes [2, channels] of its own tensor.
+
+    Once channels are equalized, all of them reach the limits of the tensor's range, so of 256 channels each new sample
+    would exceed some. The estimate 2 x1 - x2 from the two most extreme samples removes the bias of the extreme x1 (the
+    jackknife of D. S. Robson and J. H. Whitlock, "Estimation of a truncation point", Biometrika 51, 1964).
+    """
+    low, high = (2 * first - second for first, second in (each.astype(np.float64) for each in ends))
     ranges = {pair.tensor: ChannelRange(low=low, high=high)}
     for step in pair.steps:
         low, high = low - step.shift, high - step.shift
@@ -295,12 +288,6 @@ def equalize_calibration(
     # The sample with the extreme of a tensor is taken for that of its scaled channels.
     shares = {names[name]: share for name, share in calibration.second_shares.items()}
     return msgspec.structs.replace(calibration, ranges=ranges, second_shares=shares)
-
-
-def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-    """Returns the channel factors of each layer, by node name, whose input was scaled in an equalized graph."""
-    sources = {layer.node: find_channel_source(graph, layer).removesuffix(SUFFIX) for layer in read_layers(graph)}
-    return {node: factors[source] for node, source in sources.items() if source in factors}
 
 
 def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:

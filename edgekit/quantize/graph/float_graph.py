@@ -215,11 +215,6 @@ def _may_hide_rows(graph: Graph, tensor: str) -> bool:
     return False
 
 
-def is_masked(low: float, high: float, lowest_counting: float) -> bool:
-    """Returns True if the lowest values are a mask: their gap to those that matter exceeds the range of the latter."""
-    return low < lowest_counting - (max(high, 0.0) - min(lowest_counting, 0.0))
-
-
 def _masking_nodes(graph: Graph) -> Iterator[Node]:
     """Yields the nodes on paths from a mask to a Softmax, nearest to the Softmax first."""
     reached: set[Node] = set()
@@ -233,7 +228,7 @@ def _masking_nodes(graph: Graph) -> Iterator[Node]:
 
 
 # The file name of a graph whose large weights lie in another file beside it.
-_STORED_NAME = "float.onnx"
+STORED_GRAPH = "float.onnx"
 WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _WITH_SHIFT = frozenset({"InstanceNormalization", "LayerNormalization"})
 _RESHAPING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
@@ -273,19 +268,13 @@ def store_float_graph(graph: Graph, folder: Path) -> Graph:
 
     Models written to the folder may refer to that file. `graph` must not be used any more.
     """
-    path = folder / _STORED_NAME
-    with path.with_name(f"{_STORED_NAME}.data").open("wb") as out:
+    path = folder / STORED_GRAPH
+    with path.with_name(f"{STORED_GRAPH}.data").open("wb") as out:
         for tensor in graph.proto.initializer:
             move_weight(tensor, graph.folder, out)
     # Protobuf keeps the memory of cleared fields; only a new message frees it.
     path.write_bytes(graph.model.SerializeToString())
     return view_file(path)
-
-
-def read_stored_graph(folder: Path) -> Graph | None:
-    """Returns the graph that `store_float_graph` wrote to a folder, None if there is none."""
-    path = folder / _STORED_NAME
-    return view_file(path) if path.is_file() else None
 
 
 def float_activations(graph: Graph) -> Iterator[str]:
