@@ -23,29 +23,6 @@ from edgekit.prepare.interface import drop_idle_nodes, keep_inputs, keep_outputs
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
-
-def without_quantization(graph: Graph) -> Graph:
-    """Returns the float graph: Q and DQ nodes are removed, and their readers read what these nodes read.
-
-    By this graph the same rules predict what the float model gains.
-    """
-    source: dict[str, str] = {}
-    constants, values = dict(graph.constants), dict(graph.values)
-    kept: list[Node] = []
-    for node in graph.nodes:
-        inputs = tuple(source.get(name, name) for name in node.input)
-        if node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or node.output[0] in graph.outputs:
-            kept.append(msgspec.structs.replace(node, input=inputs, index=len(kept)))
-            continue
-        name = inputs[0]
-        source[node.output[0]] = name
-        if name in constants:
-            constants[name] = onnx.TensorProto(name=name, dims=constants[name].dims, data_type=onnx.TensorProto.FLOAT)
-        else:
-            values[name] = msgspec.structs.replace(graph.value(name), dtype="float32")
-    return index_nodes(msgspec.structs.replace(graph, constants=constants, values=values), kept)
-
-
 Recheck = Callable[[Graph, int], Sequence[CheckedNode]]
 
 _NAMED = 3
@@ -226,9 +203,26 @@ def _find_dims(case: Case) -> Iterator[Finding]:
 
 
 def _find_float(case: Case) -> Iterator[Finding]:
+    """Removes Q and DQ nodes, so that the same rules predict what the float model gains."""
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
-    if quantizers and not case.takes_integers:
-        yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
+    if not quantizers or case.takes_integers:
+        return
+    source: dict[str, str] = {}
+    constants, values = dict(case.graph.constants), dict(case.graph.values)
+    kept: list[Node] = []
+    for node in case.graph.nodes:
+        inputs = tuple(source.get(name, name) for name in node.input)
+        if node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or node.output[0] in case.graph.outputs:
+            kept.append(msgspec.structs.replace(node, input=inputs, index=len(kept)))
+            continue
+        name = inputs[0]
+        source[node.output[0]] = name
+        if name in constants:
+            constants[name] = onnx.TensorProto(name=name, dims=constants[name].dims, data_type=onnx.TensorProto.FLOAT)
+        else:
+            values[name] = msgspec.structs.replace(case.graph.value(name), dtype="float32")
+    changed = index_nodes(msgspec.structs.replace(case.graph, constants=constants, values=values), kept)
+    yield Finding(nodes=quantizers, changed=changed)
 
 
 def _find_bounds(case: Case) -> Iterator[Finding]:

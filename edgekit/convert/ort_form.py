@@ -374,11 +374,6 @@ def write_level(
         words = f"'{path.name}' gives other results than its source: error {equality.error:.2g}, at most"
         hint = "choose a lower --level, and report the model to ONNX Runtime"
         raise ModelError(f"{words} {equality.tolerance:g} is allowed", hint=hint)
-    return _describe_level(model, path, level, equality)
-
-
-def _describe_level(model: models.Model, path: Path, level: Level, equality: Equality | None) -> LevelModel:
-    """Returns the facts of an optimized file, compared with its source model."""
     before, after = skim_model(model.path).graph, skim_model(path).graph
     casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]
     own = Counter(node.op_type for node in after.node if node.domain not in {*MAIN_DOMAINS, ML_DOMAIN})

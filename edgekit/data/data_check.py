@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -114,18 +114,30 @@ def check_samples(
         contents.append(digest_sample(sample))
         # A digest of digests, so that the order of samples matters and no sample has to stay in memory.
         digest.update(contents[-1])
-    cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
-    doubts = (line for name, seen in inputs.items() for line in seen.doubts(name))
+    warnings = [f"{samples.batches} batches were cut into {samples.count} samples"] if samples.batches else []
+    first: dict[bytes, int] = {}
+    again = [(index, first[own]) for index, own in enumerate(contents) if first.setdefault(own, index) != index]
+    if again:
+        index, before = map(samples.place, again[0])
+        some = _some(len(again), len(contents))
+        warnings.append(f"{some} repeat an earlier one: sample {index} is sample {before} again")
+    warnings += [line for name, seen in inputs.items() for line in seen.doubts(name)]
+    reaches = {name: reach for name, seen in inputs.items() if (reach := seen.usual_reach()) > 0}
+    least, most = min(reaches, key=reaches.__getitem__, default=""), max(reaches, key=reaches.__getitem__, default="")
+    # The magnitudes of two inputs differ as those of raw and normalised data do.
+    if reaches and reaches[most] > _OUTLIER * reaches[least]:
+        both = f"input '{most}' reaches {reaches[most]:g} and input '{least}' {reaches[least]:g}"
+        warnings.append(f"{both} in half of the samples: check that both are normalised as the model wants")
     others = dict[str, _Input]()
     for sample in () if golden is None else refusing_bad(golden, missing):
         for name in inputs.keys() & sample.keys():
             others.setdefault(name, _Input(samples.place)).add(sample[name])
-    apart = (line for name in sorted(others) for line in inputs[name].differences(name, others[name]))
+    warnings += [line for name in sorted(others) for line in inputs[name].differences(name, others[name])]
     return SampleFacts(
         sha256=digest.hexdigest(),
         count=len(contents),
         digests=tuple(contents),
-        warnings=(*cut, *_repeated(contents, samples.place), *doubts, *_unlike(inputs), *apart),
+        warnings=tuple(warnings),
         is_noise=any(each.is_noise() for each in inputs.values()),
         raw_pixels={name: line for name, seen in inputs.items() if (line := seen.pixels(name))},
     )
@@ -320,25 +332,6 @@ class _Input:
 
 def _doubt(name: str, looks: str) -> str:
     return f"input '{name}' holds {looks}: check that this model wants them so"
-
-
-def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:
-    """Yields a warning if the magnitudes of float inputs differ as those of raw and normalised data do."""
-    reaches = {name: seen.usual_reach() for name, seen in inputs.items() if seen.usual_reach() > 0}
-    if len(reaches) < 2:
-        return
-    least, most = min(reaches, key=lambda name: reaches[name]), max(reaches, key=lambda name: reaches[name])
-    if reaches[most] > _OUTLIER * reaches[least]:
-        both = f"input '{most}' reaches {reaches[most]:g} and input '{least}' {reaches[least]:g}"
-        yield f"{both} in half of the samples: check that both are normalised as the model wants"
-
-
-def _repeated(contents: Sequence[bytes], place: Callable[[int], int]) -> Iterator[str]:
-    first: dict[bytes, int] = {}
-    again = [(index, first[own]) for index, own in enumerate(contents) if first.setdefault(own, index) != index]
-    if again:
-        index, before = map(place, again[0])
-        yield f"{_some(len(again), len(contents))} repeat an earlier one: sample {index} is sample {before} again"
 
 
 def _some(count: int, total: int) -> str:

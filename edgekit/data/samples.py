@@ -101,12 +101,9 @@ def load_samples(
         raise DataError(words, hint="export the model with tensors as inputs")
     given = [spec for spec in inputs if not absent or spec.name not in absent]
     raw = _open_source(source, inputs, given, preprocess)
-
-    def complete(sample: Tensors) -> Tensors:
-        return {**(absent or {}), **{name: value for name, value in sample.items() if name not in idle}}
-
     if idle or absent:
-        raw = map_samples(raw, complete)
+        fixed = dict(absent or {})
+        raw = map_samples(raw, lambda sample: fixed | {name: sample[name] for name in sample if name not in idle})
 
     def read() -> Iterator[Tensors]:
         for index, sample in enumerate(raw):

@@ -5,6 +5,7 @@ A label is the correct answer for a sample: a class, a text, a mask, an image, o
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +77,9 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
         DataError: the file cannot be read, is of another form, or has another number of labels than samples.
     """
     if kind == "any":
-        kind = _guess_kind(path)
+        kind = _KINDS.get(path.suffix, "class")
+        with suppress(*MALFORMED):
+            kind = "class" if path.suffix == ".npy" and open_npy(path, mapped=True).ndim == 1 else kind
     if kind == "class":
         return read_labels(path, samples)
     read, hint = _FORMS[kind]
@@ -92,17 +95,6 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
         message = f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'"
         raise DataError(message, hint=hint)
     return labels
-
-
-def _guess_kind(path: Path) -> LabelKind:
-    if path.suffix == ".json":
-        return "boxes"
-    if path.suffix == ".npy":
-        try:
-            return "class" if open_npy(path, mapped=True).ndim == 1 else "array"
-        except MALFORMED:
-            return "array"
-    return "text" if path.suffix == ".txt" else "class"
 
 
 def _read_arrays(path: Path) -> Sequence[Array]:
@@ -121,6 +113,8 @@ def _read_boxes(path: Path) -> Sequence[Boxes]:
     return labels
 
 
+# A .npy with one number a sample holds classes.
+_KINDS: dict[str, LabelKind] = {".json": "boxes", ".npy": "array", ".txt": "text"}
 _BOXES_HINT = 'give a .json: [{"boxes": [[left, top, right, bottom]], "classes": [int]}, ...], one entry a sample'
 _FORMS: dict[str, tuple[Callable[[Path], Sequence[Label]], str]] = {
     "text": (lambda path: path.read_text(encoding="utf-8").splitlines(), "give a text file with one line a sample"),
@@ -190,10 +184,16 @@ def read_sample_sets(
     sequences = sequences or Sequences()
     steps = sequences.state.steps
     samples = load_sequences(source, inputs, sequences.state, preprocess, idle=idle)
-    if evaluation is None:
-        samples, held_out = _hold_out(samples, steps)
-    else:
+    held_out = samples
+    if evaluation is not None:
         held_out = load_sequences(evaluation, inputs, sequences.state, preprocess, idle=idle)
+    # A single sequence serves for both.
+    elif samples.count > steps:
+        size_bytes = max(1, sum(value.nbytes for value in next(iter(samples)).values()))
+        room = min(_MAX_GOLDEN_SAMPLES, max(1, _MAX_GOLDEN_BYTES // size_bytes))
+        kept = spread_sequences(samples.count, min(room, max(1, samples.count // _GOLDEN_SHARE)), steps)
+        others = sorted(set(range(samples.count)) - set(kept))
+        samples, held_out = select_samples(samples, others), select_samples(samples, kept)
     limited = limit_samples(samples, most, steps)
     samples = sequences.unroll(limited, "calibration")
     # Held-out samples have the same source: nothing to compare. Padded samples, and those with state, differ from it.
@@ -227,14 +227,3 @@ def load_sequences(
         fitting = samples.count // state.steps * state.steps or state.steps
         raise DataError(words, hint=f"give {fitting} samples, or other steps")
     return samples
-
-
-def _hold_out(samples: Samples, steps: int) -> tuple[Samples, Samples]:
-    """Returns the samples for calibration and those for verification: disjoint, unless there is only one sequence."""
-    if samples.count == steps:
-        return samples, samples
-    size_bytes = max(1, sum(value.nbytes for value in next(iter(samples)).values()))
-    most = min(_MAX_GOLDEN_SAMPLES, max(1, _MAX_GOLDEN_BYTES // size_bytes))
-    kept = spread_sequences(samples.count, min(most, max(1, samples.count // _GOLDEN_SHARE)), steps)
-    others = sorted(set(range(samples.count)) - set(kept))
-    return select_samples(samples, others), select_samples(samples, kept)

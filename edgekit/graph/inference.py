@@ -202,15 +202,6 @@ def _read_sizes(model: onnx.ModelProto) -> dict[str, list[int]]:
     return found | {tensor.name: list(tensor.dims) for tensor in stored}
 
 
-def _open_negative(model: onnx.ModelProto) -> None:
-    """Opens, in place, the dimensions that the model says are -1: ONNX Runtime takes them for unknown too."""
-    for graph in iterate_graphs(model.graph):
-        for value in (*graph.value_info, *graph.input, *graph.output):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_value < 0:
-                    dim.Clear()
-
-
 def _find_negative(inferred: onnx.ModelProto) -> tuple[onnx.NodeProto, list[int]] | None:
     """Returns the first node with an output of negative size, and this output's shape; None if there is none.
 
@@ -263,7 +254,7 @@ def may_have_long_vector(model: onnx.ModelProto) -> bool:
         # Lengths come from int64 constants of one element or a few.
         if tensor.data_type != onnx.TensorProto.INT64 or len(tensor.dims) > 1 or not is_small(tensor):
             continue
-        # Data that do not fit the shape are refused by `soundness.find_wrong_size`.
+        # Data that do not fit the shape are refused by `model.read_proto`.
         with contextlib.suppress(ValueError):
             inside = tensor.data_location != onnx.TensorProto.EXTERNAL
             if inside and (np.abs(numpy_helper.to_array(tensor)) > _LONGEST).any():
@@ -292,7 +283,12 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     for node in iterate_nodes(light.graph):
         if node.op_type == "STFT" and all(each.name != "onesided" for each in node.attribute):
             node.attribute.append(helper.make_attribute("onesided", 1))
-    _open_negative(light)
+    # ONNX Runtime takes dimensions of -1 for unknown ones too.
+    for graph in iterate_graphs(light.graph):
+        for value in (*graph.value_info, *graph.input, *graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.Clear()
     substituted = substitute_contrib(light)
     slices = _find_slices_behind(_find_large_windows(light), light.graph)
     rounded, hidden = _round_pools(light), hide_untyped(light)

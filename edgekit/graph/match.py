@@ -291,18 +291,6 @@ def reduced_axis(graph: Graph, node: Node) -> int | None:
     return axes[0] if axes is not None and len(axes) == 1 else None
 
 
-def root_of(graph: Graph, name: str) -> tuple[str, float]:
-    """Returns x and epsilon where a value is the square root of x + epsilon.
-
-    Raises:
-        MisfitError: it is another value.
-    """
-    node = known(made_by(graph, name, "Sqrt", "Pow"))
-    need(node.op_type == "Sqrt" or graph.number(node.input[1]) == 0.5)
-    value, epsilon = split_number(graph, known(made_by(graph, node.input[0], "Add")))
-    return value, epsilon
-
-
 def split_number(graph: Graph, node: Node) -> tuple[str, float]:
     """Returns the operand of a node with two operands whose other one is a constant number, and this number.
 

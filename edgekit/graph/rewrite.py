@@ -54,10 +54,11 @@ def rewrite(id_: str, ops: Collection[str] = ()) -> Callable[[Change], Rewrite]:
         def has_any(nodes: Iterable[Node | onnx.NodeProto]) -> bool:
             return not ops or any(node.op_type in ops for node in nodes)
 
-        def change_found(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-            return change(graph, opset) if has_any(graph.node) else ()
-
-        return Rewrite(id=id_, change=change_found, finds=lambda view, _opset: has_any(view.nodes))
+        return Rewrite(
+            id=id_,
+            change=lambda graph, opset: change(graph, opset) if has_any(graph.node) else (),
+            finds=lambda view, _opset: has_any(view.nodes),
+        )
 
     return wrap
 

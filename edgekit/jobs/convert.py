@@ -222,7 +222,8 @@ def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOption
     share = 1.0 if form is None or (targets and form == "fp16") else _MIN_SIZE_SHARES[form]
     if set(forms) & set(ORT_FILES):
         having = "has" if share == 1 else f"with {form} weights has at least"
-        ort_form.refuse_size(model, int(share * models.measure_files(model)), having)
+        size = sum((model.parent / name).stat().st_size for name in (model.name, *models.list_external(model)))
+        ort_form.refuse_size(model, int(share * size), having)
 
 
 # The length of a round; it has at least one run.

@@ -93,7 +93,7 @@ def copy_data(folder: Path, place: DataPlace, out: IO[bytes]) -> None:
 def load_external(graph: onnx.GraphProto, folder: Path, most: int = sys.maxsize) -> None:
     """Loads external data of up to `most` bytes a tensor from `folder` into the initializers of a graph, in place.
 
-    Data that are cut off are loaded as far as they go; `soundness.find_wrong_size` finds them.
+    Data that are cut off are loaded as far as they go; `model.read_proto` finds them.
 
     Raises:
         OSError: a file cannot be read.

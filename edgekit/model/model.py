@@ -15,7 +15,15 @@ from google.protobuf.message import DecodeError
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError, reraised
 from edgekit.model import soundness
-from edgekit.model.external import LISTS_OF_TREES, list_files, load_external, point_into, read_place, skim_model
+from edgekit.model.external import (
+    LISTS_OF_TREES,
+    count_bytes,
+    list_files,
+    load_external,
+    point_into,
+    read_place,
+    skim_model,
+)
 from edgekit.model.tensors import TensorSpec, name_dim
 from edgekit.target import read_version
 
@@ -156,15 +164,6 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     )
 
 
-def measure_files(path: Path) -> int:
-    """Returns the size of an ONNX model with its external data in bytes, without reading the weights.
-
-    Raises:
-        ModelError: the file cannot be read, or refers to external data that is missing or outside its folder.
-    """
-    return sum((path.parent / name).stat().st_size for name in (path.name, *list_external(path)))
-
-
 def list_model_files(model: Path) -> dict[str, Path]:
     """Returns the model file and its external data files, by their names relative to the model's folder.
 
@@ -201,8 +200,12 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
     except (onnx.checker.ValidationError, DecodeError, OSError, ValueError) as error:
         words = f"cannot read the weights of '{model.path}': {str(error)[-300:]}"
         raise ModelError(words, hint="copy the file to a place of its own") from error
-    if damage := soundness.find_wrong_size(proto):
-        raise ModelError(f"'{model.path}' is damaged: {damage}", hint="export it again")
+    for tensor in proto.graph.initializer:
+        if tensor.HasField("raw_data") and tensor.data_location != onnx.TensorProto.EXTERNAL:
+            has, wanted = len(tensor.raw_data), count_bytes(tensor)
+            if wanted not in {None, has}:
+                words = f"initializer '{tensor.name}' has {has} bytes, its type and shape want {wanted}"
+                raise ModelError(f"'{model.path}' is damaged: {words}", hint="export it again")
     return proto
 
 

@@ -7,7 +7,7 @@ own checker that ONNX Runtime does not need (names of graphs, sorted nodes, data
 import math
 import re
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 import onnx
 from google.protobuf.message import Message
 
-from edgekit.model.external import count_bytes, read_external_entries
+from edgekit.model.external import read_external_entries
 
 # Far above the largest weights; a product of dimensions beyond it is a size that no memory can hold.
 _MOST_ELEMENTS = 1 << 40
@@ -39,17 +39,6 @@ class _Signature(msgspec.Struct, frozen=True, kw_only=True):
     required: frozenset[str]
 
 
-def find_wrong_size(proto: onnx.ModelProto) -> str | None:
-    """Returns a description of the first initializer whose raw data do not fit its type and shape, or None."""
-    for tensor in proto.graph.initializer:
-        if not tensor.HasField("raw_data") or tensor.data_location == onnx.TensorProto.EXTERNAL:
-            continue
-        wanted = count_bytes(tensor)
-        if wanted is not None and wanted != len(tensor.raw_data):
-            return f"initializer '{tensor.name}' has {len(tensor.raw_data)} bytes, its type and shape want {wanted}"
-    return None
-
-
 def find_invalid_text(message: Message) -> bytes | None:
     """Returns the first text in a model that is no UTF-8, which protobuf returns as bytes, or None."""
     for field, value in message.ListFields():
@@ -66,7 +55,21 @@ def find_invalid_text(message: Message) -> bytes | None:
 
 def find_flaws(proto: onnx.ModelProto) -> Iterator[str]:
     """Yields descriptions of the flaws that make a model invalid; tensor data may be left out."""
-    yield from _check_functions(proto.functions)
+    named = {(function.domain, function.name, function.overload): function for function in proto.functions}
+    if len(named) < len(proto.functions):
+        yield "two local functions of one name"
+    calls: dict[tuple[str, str, str], set[tuple[str, str, str]]] = {}
+    for key, function in named.items():
+        called, waiting = set[tuple[str, str, str]](), list(function.node)
+        while waiting:
+            node = waiting.pop()
+            called.add((node.domain, node.op_type, node.overload))
+            waiting.extend(inner for body in list_bodies(node) for inner in body.node)
+        calls[key] = called & named.keys()
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        yield f"local function '{error.args[1][0][1]}' calls itself"
     for entry in (*proto.opset_import, *(entry for function in proto.functions for entry in function.opset_import)):
         if not 0 < entry.version < 2**31:
             yield f"the invalid opset {entry.version} of domain '{entry.domain}'"
@@ -103,24 +106,6 @@ def _has_no_body(op: str, domain: str) -> bool:
         return False
     graphs = {onnx.defs.OpSchema.AttrType.GRAPH, onnx.defs.OpSchema.AttrType.GRAPHS}
     return not any(attribute.type in graphs for attribute in attributes)
-
-
-def _check_functions(functions: Sequence[onnx.FunctionProto]) -> Iterator[str]:
-    named = {(function.domain, function.name, function.overload): function for function in functions}
-    if len(named) < len(functions):
-        yield "two local functions of one name"
-    calls: dict[tuple[str, str, str], set[tuple[str, str, str]]] = {}
-    for key, function in named.items():
-        called, waiting = set[tuple[str, str, str]](), list(function.node)
-        while waiting:
-            node = waiting.pop()
-            called.add((node.domain, node.op_type, node.overload))
-            waiting.extend(inner for body in list_bodies(node) for inner in body.node)
-        calls[key] = called & named.keys()
-    try:
-        TopologicalSorter(calls).prepare()
-    except CycleError as error:
-        yield f"local function '{error.args[1][0][1]}' calls itself"
 
 
 def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: ChainMap[str, None]) -> Iterator[str]:

@@ -343,23 +343,6 @@ def choose_dims(
     return {**dims, name: sizes[-1]}
 
 
-def _size_outputs(model: models.Model) -> tuple[TensorSpec, ...]:
-    """Returns the outputs of a model of one size; a shape that is not inferred, as behind a Loop, is that of zeros.
-
-    It stays unknown if zeros are no input of the model: text, or numbers that ONNX Runtime refuses.
-    """
-    shapes = dict[str, tuple[int, ...]]()
-    if any(spec.shape is None for spec in model.outputs) and all(spec.dtype != "string" for spec in model.inputs):
-        settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
-        with contextlib.suppress(RuntimeRefusal):
-            made = CpuSession(model.path, settings).run({spec.name: first_state(spec) for spec in model.inputs})
-            shapes = {name: value.shape for name, value in made.items()}
-    return tuple(
-        spec if spec.shape is not None else msgspec.structs.replace(spec, shape=shapes.get(spec.name))
-        for spec in model.outputs
-    )
-
-
 def prepare_buckets(
     source: models.Model,
     prepared: models.Model,
@@ -380,6 +363,19 @@ def prepare_buckets(
     smaller = {size: ready_model(source, work / f"size-{size}", {**dims, name: size}).model for size in sizes[:-1]}
     at = {**smaller, sizes[-1]: prepared}
     inputs = {size: model.inputs for size, model in at.items()}
-    outputs = {size: _size_outputs(model) for size, model in at.items()}
+    outputs = dict[int, Sequence[TensorSpec]]()
+    for size, model in at.items():
+        shapes = dict[str, tuple[int, ...]]()
+        # A shape that is not inferred, as behind a Loop, is that of zeros. It stays unknown if zeros are no input of
+        # the model: text, or numbers that ONNX Runtime refuses.
+        if any(spec.shape is None for spec in model.outputs) and all(spec.dtype != "string" for spec in model.inputs):
+            settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
+            with contextlib.suppress(RuntimeRefusal):
+                made = CpuSession(model.path, settings).run({spec.name: first_state(spec) for spec in model.inputs})
+                shapes = {output: value.shape for output, value in made.items()}
+        outputs[size] = [
+            msgspec.structs.replace(spec, shape=shapes.get(spec.name)) if spec.shape is None else spec
+            for spec in model.outputs
+        ]
     padding = find_padding(name, inputs, outputs, values)
     return BucketModels(padding=padding, smaller=smaller, largest=sizes[-1])

@@ -25,14 +25,11 @@ def main() -> int:
     found: dict[str, Json] = {}
     ask_nnapi, ask_core_ml = checker.check_nnapi_partitions, checker.check_coreml_partitions
 
-    def check_nnapi(model: Any, fixed: bool) -> Any:  # noqa: FBT001 - the checker's signature
-        return _keep(found, "NNAPI", ask_nnapi(model, fixed), fixed=fixed)
-
-    def check_core_ml(model: Any, fixed: bool, config: str) -> Any:  # noqa: FBT001 - the checker's signature
-        return _keep(found, _CORE_ML[config], ask_core_ml(model, fixed, config), fixed=fixed)
-
     # The checker only logs what it counted; the two functions that count are wrapped to keep their results.
-    checker.check_nnapi_partitions, checker.check_coreml_partitions = check_nnapi, check_core_ml
+    checker.check_nnapi_partitions = lambda model, fixed: _keep(found, "NNAPI", ask_nnapi(model, fixed), fixed=fixed)
+    checker.check_coreml_partitions = lambda model, fixed, config: _keep(
+        found, _CORE_ML[config], ask_core_ml(model, fixed, config), fixed=fixed
+    )
     logger = logging.getLogger("quiet")
     logger.setLevel(logging.CRITICAL)
     checker.analyze_model(Path(sys.argv[1]), logger=logger)

@@ -1,7 +1,7 @@
 """Operators that move elements, and windows over them, as most providers take them: Reshape, Gather, Pad, pooling."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
@@ -169,32 +169,26 @@ def _turn_fewer_axes(writer: Writer) -> None:
         else:
             runs.append((axis,))
     now, sizes = sorted(runs), {run: math.prod(shape[axis] for axis in run) for run in runs}
-    if len(runs) <= _MOST_AXES:
-        value = writer.reshape(writer.x, "flat_sizes", [sizes[run] for run in now], "flat")
+    value, is_few = writer.x, len(runs) <= _MOST_AXES
+    if is_few:
+        value = writer.reshape(value, "flat_sizes", [sizes[run] for run in now], "flat")
         if runs != now:
             value = writer.add("Transpose", [value], "turned", perm=[now.index(run) for run in runs])
-    else:
-        value = _swap_runs(writer, now, runs, sizes)
-    writer.reshape(value, "sizes", [shape[axis] for axis in perm])
-
-
-def _swap_runs(writer: Writer, now: list[_Run], wanted: list[_Run], sizes: Mapping[_Run, int]) -> str:
-    """Brings runs of axes into another order by Transposes that swap two neighbouring blocks of them."""
-    value = writer.x
-    for place, run in enumerate(wanted):
+    # Many runs get their order by Transposes that swap two neighbouring blocks of them.
+    for place, run in enumerate(() if is_few else runs):
         start = now.index(run)
         if start == place:
             continue
         # All that follows in the wanted order too comes along.
         end = start
-        while end < len(now) and now[end] == wanted[place + end - start]:
+        while end < len(now) and now[end] == runs[place + end - start]:
             end += 1
         blocks = [now[:place], now[place:start], now[start:end], now[end:]]
-        shape = [math.prod(map(sizes.__getitem__, each)) for each in blocks]
-        flat = writer.reshape(value, f"flat_{place}_sizes", shape, f"flat_{place}")
+        flat_sizes = [math.prod(map(sizes.__getitem__, each)) for each in blocks]
+        flat = writer.reshape(value, f"flat_{place}_sizes", flat_sizes, f"flat_{place}")
         value = writer.add("Transpose", [flat], f"turned_{place}", perm=[0, 2, 1, 3])
         now = [*blocks[0], *blocks[2], *blocks[1], *blocks[3]]
-    return value
+    writer.reshape(value, "sizes", [shape[axis] for axis in perm])
 
 
 def _reduce_fewer_axes(writer: Writer) -> None:

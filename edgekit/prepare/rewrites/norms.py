@@ -39,7 +39,9 @@ def _find_norm(graph: Graph, name: str) -> _Norm:
     """
     scaled, shift, subtracted = _find_shift(graph, name)
     divisor = single(fraction_of(graph, scaled)[1])
-    variance, epsilon = match.root_of(graph, unshape(graph, divisor))
+    root = known(made_by(graph, unshape(graph, divisor), "Sqrt", "Pow"))
+    need(root.op_type == "Sqrt" or graph.number(root.input[1]) == 0.5)
+    variance, epsilon = match.split_number(graph, known(made_by(graph, root.input[0], "Add")))
     data, axis, squared = _find_variance(graph, variance)
     above = fraction_of(graph, scaled, (data, squared))[0]
     vectors = [each for each in above if each in graph.constants]

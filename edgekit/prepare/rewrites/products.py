@@ -143,7 +143,14 @@ def einsum_to_matmul(writer: Writer) -> None:
     """
     equation = str(writer.node.attributes.get("equation", "")).replace(" ", "")
     shapes = [writer.graph.value(name).static_shape or () for name in writer.node.input]
-    terms = _spell_out(equation.replace("->", ",").split(","), [len(shape) for shape in shapes])
+    terms = equation.replace("->", ",").split(",")
+    # Letters for the axes of an ellipsis, which are aligned at the last one.
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    pairs = zip(terms, map(len, shapes), strict=False)
+    counts = [rank - len(term.replace("...", "")) if "..." in term else 0 for term, rank in pairs]
+    most = max(counts)
+    pairs = zip(terms, [*counts, most], strict=False)
+    terms = [term.replace("...", "".join(free[most - count : most])) for term, count in pairs]
     need("->" in equation and len(terms) == 3 and "".join(terms).isalpha())
     sizes = dict(chain.from_iterable(map(zip, terms, shapes)))
     one, two, out = terms
@@ -163,16 +170,6 @@ def einsum_to_matmul(writer: Writer) -> None:
         product = writer.reshape(product, "whole", [sizes[each] for each in order], "split" if is_turned else "")
     if is_turned:
         writer.add("Transpose", [product], perm=[order.index(letter) for letter in out])
-
-
-def _spell_out(terms: Sequence[str], ranks: Sequence[int]) -> Sequence[str]:
-    """Returns the terms of an equation with letters for the axes of an ellipsis, which are aligned at the last one."""
-    free = [letter for letter in string.ascii_letters if letter not in "".join(terms)]
-    pairs = zip(terms, ranks, strict=False)
-    counts = [rank - len(term.replace("...", "")) if "..." in term else 0 for term, rank in pairs]
-    most = max(counts)
-    pairs = zip(terms, [*counts, most], strict=False)
-    return [term.replace("...", "".join(free[most - count : most])) for term, count in pairs]
 
 
 def _arrange(writer: Writer, name: str, term: str, groups: Sequence[str], sizes: Mapping[str, int], part: str) -> str:

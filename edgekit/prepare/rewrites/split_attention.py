@@ -339,7 +339,15 @@ def split_grouped_attention(writer: Writer) -> None:
         turns = _find_turns(case, node.given(_POSITIONS) or row, (node.input[_COS], node.input[_SIN]))
         query, key = (_rotate(case, given, part, turns) for given, part in ((query, "query"), (key, "key")))
     key, value = (case.publish(_update_cache(case, new, at, last, row), at) for at, new in ((1, key), (2, value)))
-    biases = [_mask(case, last, column), *filter(None, [node.given(_BIAS)])]
+    # Later tokens are hidden, padding, and tokens before the local window.
+    rows = case.rows(heads.rows, (1, 1, 1, heads.rows))
+    counts = writer.add("LessOrEqual", [rows, column], "earlier")
+    if case.is_first:
+        counts = writer.add("And", [counts, writer.add("LessOrEqual", [rows, last], "text")], "counts")
+    if (window := node.integer("local_window_size", -1)) > 0:
+        bound = writer.add("Sub", [column, writer.constant("window", window, "int32")], "bound")
+        counts = writer.add("And", [counts, writer.add("Greater", [rows, bound], "near")], "seen")
+    biases = [case.hide(counts), *filter(None, [node.given(_BIAS)])]
     case.attend((query, key, value), node.number("scale"), biases)
 
 
@@ -459,16 +467,3 @@ def _update_cache(case: Parts, new: str, position: int, last: str, places: str) 
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(heads.dtype))
         new = add("MatMul", [add("Cast", [chosen], f"{part}_choice", to=kind), new], f"{part}_moved")
     return add("Where", [is_new, new, past], f"{part}_cache")
-
-
-def _mask(case: Parts, last: str, places: str) -> str:
-    """Returns the bias that masks later tokens, padding, and tokens before the local window."""
-    add, rows = case.writer.add, case.rows(case.heads.rows, (1, 1, 1, case.heads.rows))
-    counts = add("LessOrEqual", [rows, places], "earlier")
-    if case.is_first:
-        counts = add("And", [counts, add("LessOrEqual", [rows, last], "text")], "counts")
-    window = case.node.integer("local_window_size", -1)
-    if window > 0:
-        bound = add("Sub", [places, case.writer.constant("window", window, "int32")], "bound")
-        counts = add("And", [counts, add("Greater", [rows, bound], "near")], "seen")
-    return case.hide(counts)
