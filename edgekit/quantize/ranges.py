@@ -120,7 +120,7 @@ def _elu(values: Array) -> Array:
 
 _BY_OP: dict[str, Nonlinearity] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
 # Beyond these ends a function is constant, or changes by less than a step of 8 bits: by 3e-4, 7e-4, 0, 3e-3 and 2e-3.
-_SATURATION: dict[Nonlinearity, tuple[float, float]] = {
+_SATURATION: dict[Nonlinearity | None, tuple[float, float]] = {
     sigmoid: (-8.0, 8.0),
     np.tanh: (-4.0, 4.0),
     _hard_swish: (-3.0, math.inf),
@@ -131,7 +131,7 @@ _SATURATION: dict[Nonlinearity, tuple[float, float]] = {
 
 def saturation_of(reader: Nonlinearity | None) -> tuple[float, float]:
     """Returns the interval outside which a nonlinearity is saturated; infinite ends for None and unknown ones."""
-    return _SATURATION.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
+    return _SATURATION.get(reader, (-math.inf, math.inf))
 
 
 def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
