@@ -109,21 +109,6 @@ _EXACT_OPS = frozenset({
 })  # fmt: skip
 
 
-def find_folded(source: onnx.GraphProto) -> tuple[str, ...]:
-    """Returns the operators that compute constants with float kernels whose last bits differ between CPUs, sorted."""
-    constants: set[str] = set()
-    found: set[str] = set()
-    for graph in iterate_graphs(source):
-        constants |= {tensor.name for tensor in graph.initializer}
-        for node in graph.node:
-            if all(name in constants for name in node.input if name) and not node.domain:
-                # Nodes that read only constants are folded when the file is written, with this CPU's kernels.
-                constants |= set(node.output)
-                if node.op_type not in _EXACT_OPS and any(node.input):
-                    found.add(node.op_type)
-    return tuple(sorted(found))
-
-
 def describe_traits(source: onnx.GraphProto, nodes: Sequence[ort_files.OrtNode]) -> tuple[str, ...]:
     """Returns a sentence for each reason why another kind of CPU could write other bytes; empty if there is none.
 
@@ -131,8 +116,17 @@ def describe_traits(source: onnx.GraphProto, nodes: Sequence[ort_files.OrtNode])
     """
     ops = {node.op for node in nodes}
     traits: list[str] = []
-    if folded := find_folded(source):
-        traits.append(f"constants were computed by this CPU's float kernels: {', '.join(folded)}")
+    constants, folded = set[str](), set[str]()
+    for graph in iterate_graphs(source):
+        constants |= {tensor.name for tensor in graph.initializer}
+        for node in graph.node:
+            if all(name in constants for name in node.input if name) and not node.domain:
+                # Nodes that read only constants are folded when the file is written, with this CPU's kernels.
+                constants |= set(node.output)
+                if node.op_type not in _EXACT_OPS and any(node.input):
+                    folded.add(node.op_type)
+    if folded:
+        traits.append(f"constants were computed by this CPU's float kernels: {', '.join(sorted(folded))}")
     if onnx.TensorProto.FLOAT16 in list_element_types(source):
         traits.append("fp16 nodes: which casts are baked in depends on the fp16 kernels of this ONNX Runtime build")
     if any(op.startswith("com.microsoft.nchwc.") for op in ops):

@@ -80,10 +80,15 @@ def find_padding(
     for name in values:
         require_known(name, places, f"input '{name}' has no dimension '{dim}' to fill")
     kinds = {spec.name: spec.dtype for spec in next(iter(inputs.values()))}
-    moving = ((spec.name, tuple(_find_shares(shapes))) for spec, shapes in _trace_shapes(outputs))
-    outputs_moving = {name: axes for name, axes in moving if axes}
+    largest, shares = max(outputs), dict[str, tuple[int, ...]]()
+    for spec, shapes in _trace_shapes(outputs):
+        for axis in _find_moving(shapes):
+            most = shapes[largest][axis]
+            # The axis is the same fraction of the dimension at every size of it, rounded up.
+            if isinstance(most, int) and all(each[axis] == -(-size * most // largest) for size, each in shapes.items()):
+                shares[spec.name] = (*shares.get(spec.name, ()), axis)
     checked = {name: _check_value(name, values.get(name, 0), kinds[name]) for name in places}
-    return Padding(dim=dim, inputs=places, outputs=outputs_moving, values=checked)
+    return Padding(dim=dim, inputs=places, outputs=shares, values=checked)
 
 
 _Shapes = dict[int, tuple[int | str | None, ...]]
@@ -98,15 +103,6 @@ def _find_moving(shapes: _Shapes) -> Iterator[int]:
     """Yields the axes whose size changes with the size of the dimension."""
     for axis, sizes in enumerate(zip(*shapes.values(), strict=False)):
         if len(set(sizes)) > 1:
-            yield axis
-
-
-def _find_shares(shapes: _Shapes) -> Iterator[int]:
-    """Yields the axes that are the same fraction of the dimension at every size of it, rounded up."""
-    largest = max(shapes)
-    for axis in _find_moving(shapes):
-        most = shapes[largest][axis]
-        if isinstance(most, int) and all(shape[axis] == -(-size * most // largest) for size, shape in shapes.items()):
             yield axis
 
 

@@ -99,28 +99,6 @@ def find_picks(graph: Graph, node: Node, modes: Modes) -> list[Array] | None:
     return picks
 
 
-def find_uncovered(graph: Graph, node: Node, *, whole_strides: bool = False) -> list[int]:
-    """Returns how many elements at the end of each axis of a ConvTranspose its kernel does not reach: its bias is all.
-
-    With `whole_strides` the kernel is thought to be as long as the next multiple of its stride. Returns an empty list
-    if a size is not known.
-    """
-    data, weight, made = (graph.value(name).static_shape for name in (*node.input[:2], node.output[0]))
-    if data is None or weight is None or made is None:
-        return []
-    ones = (1,) * (len(weight) - 2)
-    strides, dilations = (node.entries(name) or ones for name in ("strides", "dilations"))
-    # Pads are computed where an output_shape is given.
-    pads = None if "output_shape" in node.attributes else node.entries("pads")
-    rest: list[int] = []
-    begins = pads or (0,) * len(ones)
-    for axis, (stride, dilation, start) in enumerate(zip(strides, dilations, begins, strict=False), 2):
-        reach = (weight[axis] - 1) * dilation + 1
-        reach += -reach % stride if whole_strides else 0
-        rest.append(max(made[axis] + start - (data[axis] - 1) * stride - reach, 0))
-    return rest
-
-
 # Operators that do not change the scale of pixels.
 _MOVING = frozenset({
     "Cast", "Clip", "Concat", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Resize", "Slice", "SpaceToDepth",

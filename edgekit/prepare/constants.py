@@ -76,28 +76,23 @@ def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
     return tuple(node.name for node in resizes if any(item.s == b"cubic" for item in node.attribute))
 
 
-def find_turned(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Returns the names of the products of two matrices whose first is a Transpose, in graph order.
+def find_harmful(graph: onnx.GraphProto, provider: str = "") -> dict[str, tuple[str, ...]]:
+    """Returns the optimizers that would harm a graph on a provider, with the names of the nodes concerned.
 
     ONNX Runtime writes a MatMul and an Add as Gemm (matmul_add_fusion.cc), and a Gemm of a Transpose as a Gemm with
-    transA (gemm_transpose_fusion.cc), which XNNPACK's provider computes as if it were 0. A Reshape between them that
-    keeps the shape is dropped first; the shape may not be known here, so any Reshape counts.
+    transA (gemm_transpose_fusion.cc), which XNNPACK's provider computes as if it were 0.
     """
     turned = set[str]()
-    for node in graph.node:
+    for node in graph.node if provider == "XnnpackExecutionProvider" else ():
         perms = [list(item.ints) for item in node.attribute if item.name == "perm"]
-        # A Transpose without the attribute may be of a matrix.
+        # A Transpose without the attribute may be of a matrix. A Reshape that keeps the shape is dropped before the
+        # fusion; the shape may not be known here, so any Reshape counts.
         turns = node.op_type == "Transpose" and perms in ([], [[1, 0]])
         if turns or (node.op_type == "Reshape" and node.input[0] in turned):
             turned.add(node.output[0])
     products = (node for node in graph.node if node.op_type in {"Gemm", "MatMul"})
-    return tuple(node.name for node in products if node.input[0] in turned)
-
-
-def find_harmful(graph: onnx.GraphProto, provider: str = "") -> dict[str, tuple[str, ...]]:
-    """Returns the optimizers that would harm a graph on a provider, with the names of the nodes concerned."""
-    turned = find_turned(graph) if provider == "XnnpackExecutionProvider" else ()
-    found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph), TURNING: turned}
+    gemms = tuple(node.name for node in products if node.input[0] in turned)
+    found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph), TURNING: gemms}
     return {name: nodes for name, nodes in found.items() if nodes}
 
 

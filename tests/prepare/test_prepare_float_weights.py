@@ -22,7 +22,7 @@ from edgekit.prepare.constants import (
     TURNING,
     disable_harmful,
     find_float_weights,
-    find_turned,
+    find_harmful,
     narrow_constants,
 )
 from edgekit.prepare.dequantize import dequantize_model
@@ -116,7 +116,7 @@ def test_xnnpack_s_products_of_a_transpose_are_kept_from_becoming_a_gemm_with_tr
     graph = onnx.load(str(parse_model(text, tmp_path / "m.onnx"))).graph
     for index, node in enumerate(graph.node):
         node.name = f"n{index}"
-    assert find_turned(graph) == ("n1", "n2", "n8")
+    assert find_harmful(graph, "XnnpackExecutionProvider") == {TURNING: ("n1", "n2", "n8")}
     assert disable_harmful(load_target("xnnpack"), graph)[0].session.config[DISABLED] == TURNING
     assert disable_harmful(load_target("nnapi"), graph) == (load_target("nnapi"), ())
 

@@ -16,7 +16,7 @@ from edgekit.check.rules.units import LIMITED, clip_bounds, read_parameters
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import list_lent_constants
 from edgekit.graph.nhwc import find_orders
-from edgekit.graph.spatial import Modes, find_picks, find_uncovered, has_windows, place_windows, read_modes
+from edgekit.graph.spatial import Modes, find_picks, has_windows, place_windows, read_modes
 
 # Scales are float32, and quotients such as 2/3 are rounded in it.
 _WHOLE_TOLERANCE = 1e-4
@@ -391,12 +391,27 @@ class NearestKernel(BaseRule, frozen=True, kw_only=True, tag="nearest_kernel"):
 
 
 class Covered(BaseRule, frozen=True, kw_only=True, tag="covered"):
-    """The kernel of a ConvTranspose must reach each element of the output; see `find_uncovered`."""
+    """The kernel of a ConvTranspose must reach each element of the output: of the others its bias is all.
+
+    With `whole_strides` the kernel is thought to be as long as the next multiple of its stride.
+    """
 
     whole_strides: bool = False
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
-        rest = find_uncovered(subject.graph, subject.unit.node, whole_strides=self.whole_strides)
+        node = subject.unit.node
+        data, weight, made = (subject.graph.value(name).static_shape for name in (*node.input[:2], node.output[0]))
+        if data is None or weight is None or made is None:
+            return
+        ones = (1,) * (len(weight) - 2)
+        strides, dilations = (node.entries(name) or ones for name in ("strides", "dilations"))
+        # Pads are computed where an output_shape is given.
+        begins = (None if "output_shape" in node.attributes else node.entries("pads")) or (0,) * len(ones)
+        rest: list[int] = []
+        for axis, (stride, dilation, start) in enumerate(zip(strides, dilations, begins, strict=False), 2):
+            reach = (weight[axis] - 1) * dilation + 1
+            reach += -reach % stride if self.whole_strides else 0
+            rest.append(max(made[axis] + start - (data[axis] - 1) * stride - reach, 0))
         if any(rest):
             yield f"it makes elements that its kernel does not reach, {rest} at the end of its axes"
 

@@ -42,7 +42,7 @@ def squeeze_to_scalar(writer: Writer) -> None:
     writer.add("Squeeze", [writer.x])
 
 
-# In the largest models, this many heads share a key; a Concat of more copies costs more than it saves.
+# In the largest models, this many heads share a key; a Concat of more copies, of an edge too, costs more than it saves.
 _MOST_COPIES = 16
 
 
@@ -511,8 +511,6 @@ def cast_by_floor(writer: Writer) -> None:
     writer.add("Mul", [writer.add("Sign", whole.input, "sign"), floor])
 
 
-# An edge that is repeated more often makes a Concat of too many.
-_MOST_COPIES = 16
 # The end of a Slice to the last element.
 _LAST = int(np.iinfo(np.int64).max)
 
