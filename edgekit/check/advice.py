@@ -225,11 +225,6 @@ def _find_float(case: Case) -> Iterator[Finding]:
     yield Finding(nodes=quantizers, changed=changed)
 
 
-def _find_bounds(case: Case) -> Iterator[Finding]:
-    if computed := case.refused("Clip", "bounds are computed"):
-        yield Finding(nodes=computed)
-
-
 def _find_opset(case: Case) -> Iterator[Finding]:
     refused = case.refused(because="older than") + case.refused(because="the model's opset")
     if not refused or read_opset(case.graph.model) == DEFAULT_OPSET:
@@ -374,7 +369,6 @@ ADVISERS: tuple[Adviser, ...] = (
     Adviser("use-float", "manual",
             "give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
             _find_float),
-    Adviser("clip-bounds", "manual", "give {count} of Clip constant bounds", _find_bounds),
     Adviser("freeze-input", "manual",
             "one input alone decides which branch of an If runs; make it a constant: --freeze {word}=NUMBER",
             _find_choices),

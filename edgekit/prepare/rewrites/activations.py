@@ -26,13 +26,13 @@ def clip_to_relu(writer: Writer) -> None:
 
 @node_rewrite("clip-to-min-max", {"Clip"}, since=13, floats=True)
 def clip_to_min_max(writer: Writer) -> None:
-    """Rewrites Clip(x, low, high) with constant bounds to Min(Max(x, low), high).
+    """Rewrites Clip(x, low, high) to Min(Max(x, low), high).
 
-    The result is the same to the bit, because ONNX defines Clip by this formula.
+    The result is the same to the bit, because ONNX defines Clip by this formula. Bounds may be computed, such as the
+    loudest level minus 80 dB.
     """
     value, *bounds = writer.node.input
     steps = [(op, name) for op, name in zip(("Max", "Min"), bounds, strict=False) if name]
-    need(all(writer.graph.number(name) is not None for _, name in steps))
     for op, name in steps:
         value = writer.add(op, [value, name], "" if (op, name) == steps[-1] else op.lower())
 
