@@ -4,7 +4,7 @@ from collections import Counter
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.check.placement import place_observed
-from edgekit.check.report import CheckedNode, Placed
+from edgekit.check.report import CheckedNode, Placed, count_of
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.observe import FAMILIES, find_lost, is_unlisted, map_providers, match_nodes, shows_placement
 from edgekit.model.external import skim_model
@@ -72,9 +72,8 @@ def describe_hidden(gap: PlacementGap | None) -> str | None:
     """Returns, in words, how many nodes predicted for the CPU a device does not report, or None if it reports all."""
     if gap is None or not gap.hidden:
         return None
-    hidden = f"{gap.hidden} nodes that were predicted for the CPU are not in the placement that the device reports"
-    why = "because ONNX Runtime merged them into others or the device left them out"
-    return f"{hidden}, {why}; max_cpu_nodes counts them as CPU nodes"
+    hidden = f"the placement that the device reports lacks {count_of(gap.hidden, 'node')} predicted for the CPU"
+    return f"{hidden}: ONNX Runtime merged them into others, or the device left them out; max_cpu_nodes counts them"
 
 
 def describe_unmatched(run: DeviceRun, job: Job) -> str | None:

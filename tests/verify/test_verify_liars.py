@@ -238,7 +238,7 @@ TOLD: dict[str, tuple[Callable[[Case], InProcess], str]] = {
     "half of the samples, and it says so": (
         lambda _: InProcess(lie=lambda rows: rows[:8], stopped_early=True), "stopped after 8 of 16 samples"
     ),
-    "a node without work left out": (retelling(hide("softplus")), "1 nodes that were predicted for the CPU"),
+    "a node without work left out": (retelling(hide("softplus")), "lacks 1 node predicted for the CPU"),
     "times of 0 ms": (telling(latency_ms=(0.0,) * COUNT), "its times are left out"),
     "times longer than it took": (telling(latency_ms=(1e6,) * COUNT), "its times are left out"),
     "no word of the version": (telling(versions={}), "does not say which ONNX Runtime ran"),
