@@ -13,7 +13,7 @@ from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import Op, Rule, RuleBook, derive_settings, load_rules
 from edgekit.check.rules.rules import Forms, Subject
-from edgekit.check.rules.units import SELECTORS, Unit, group_units
+from edgekit.check.rules.units import SELECTORS, Unit, group_units, narrow_operands
 from edgekit.evidence import Evidence
 from edgekit.graph.constants import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
@@ -224,6 +224,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     shown = propagate_quantization(graph)
     clips, biases = minor >= book.units.clip_from_ort_minor, minor >= book.units.bias_from_ort_minor
     units = group_units(shown, selectors if book.units.qdq else None, absorb_clips=clips, fits_bias=biases)
+    units = tuple(narrow_operands(unit, shown, book.provider.narrowed) for unit in units)
     refusals = [
         (Refusal(reason=blocked, fatal=book.provider.alone),)
         if blocked

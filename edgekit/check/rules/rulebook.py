@@ -43,7 +43,8 @@ class Provider(_Strict, frozen=True, kw_only=True):
     supported ("whole"); the settings in `bodies_placed_when` have them placed. `rules` are evaluated for every unit
     before the rules of its operator. `risks` do not refuse a unit but say why session creation may fail all the same;
     `late_risks` are those of refused units that the provider may claim once the layout changed. `alone` means that no
-    other provider takes what this one refuses: then there is no session.
+    other provider takes what this one refuses: then there is no session. `narrowed` gives element types that the
+    provider computes in another one: constants of it, and what is computed and is no output of the graph.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Provider(_Strict, frozen=True, kw_only=True):
     bodies: Literal["never", "placed", "whole"] = "never"
     bodies_placed_when: dict[str, tuple[str, ...]] = {}
     alone: bool = False
+    narrowed: dict[str, str] = {}
     rules: tuple[Rule, ...] = ()
     risks: tuple[Rule, ...] = ()
     late_risks: tuple[Rule, ...] = ()
@@ -90,6 +92,8 @@ class Placing(_Strict, frozen=True, kw_only=True):
     Operators of `host_results` leave their results in the CPU's memory. A node that reads only such results and small
     constants goes to the CPU. `host_inputs` are exceptions: by operator, the positions of inputs that the provider's
     own kernel reads from the CPU's memory.
+
+    A computed tensor of a type of `inside_only` cannot enter or leave a partition: then no session is made.
     """
 
     style: Literal["wave", "node"]
@@ -102,6 +106,7 @@ class Placing(_Strict, frozen=True, kw_only=True):
     first_input_only: tuple[str, ...] = ()
     host_results: tuple[str, ...] = ()
     host_inputs: dict[str, tuple[int, ...]] = {}
+    inside_only: tuple[str, ...] = ()
 
 
 class Derived(_Strict, frozen=True, kw_only=True):

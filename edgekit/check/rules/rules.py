@@ -207,13 +207,20 @@ class Forms(BaseRule, frozen=True, kw_only=True, tag="forms"):
 
 
 class Dtype(OperandRule, frozen=True, kw_only=True, tag="dtype"):
-    """Element types allowed for inputs or outputs."""
+    """Element types of inputs or outputs: only the allowed ones, or all but the refused ones.
 
-    allowed: tuple[str, ...]
+    With `stored` it is the type in the model, even if the provider computes in another one (`Provider.narrowed`).
+    """
 
-    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:  # noqa: ARG002 - as every rule
-        if operand.dtype not in self.allowed:
-            yield f"{what} is {operand.dtype or 'of unknown type'}; only {join(self.allowed)} is taken"
+    allowed: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    stored: bool = False
+
+    def _judge(self, subject: Subject, what: str, operand: Operand) -> Iterator[str]:
+        dtype = subject.graph.value(operand.name).dtype if self.stored else operand.dtype
+        if dtype in self.refused or (self.allowed and dtype not in self.allowed):
+            only = f"; only {join(self.allowed)} is taken" if self.allowed else ", which is not taken"
+            yield f"{what} is {dtype or 'of unknown type'}{only}"
 
 
 class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):

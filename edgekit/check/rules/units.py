@@ -124,6 +124,21 @@ def group_units(
     return tuple(units)
 
 
+def narrow_operands(unit: Unit, graph: Graph, kinds: Mapping[str, str]) -> Unit:
+    """Returns a unit with the element types that a provider computes in, by those of tensors inside the graph."""
+    if not any(operand.dtype in kinds for operand in (*unit.inputs, *unit.outputs)):
+        return unit
+
+    def narrow(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+        return tuple(
+            each if each.name in edges else msgspec.structs.replace(each, dtype=kinds.get(each.dtype or "", each.dtype))
+            for each in operands
+        )
+
+    edges = {*graph.inputs, *graph.outputs}
+    return msgspec.structs.replace(unit, inputs=narrow(unit.inputs), outputs=narrow(unit.outputs))
+
+
 def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) -> Unit:
     """Returns a node with its DQ and Q nodes, and perhaps a redundant activation, if ONNX Runtime takes them as one.
 
