@@ -17,7 +17,7 @@ from edgekit._ort import VERSION, CpuSession, Level, SessionSettings
 from edgekit.data.data_check import digest_sample, find_missing
 from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
-from edgekit.graph.graph import Graph, Node
+from edgekit.graph.graph import Graph
 from edgekit.graph.match import find_infinite_tensors
 from edgekit.machine import map_in_order, release_memory
 from edgekit.model.external import ArrayFile
@@ -258,26 +258,23 @@ def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors)
     refill(proto.graph.output, (onnx.ValueInfoProto(name=name) for name in computed))
     write_proto(proto, work / "located.onnx")
     for name, value in CpuSession(work / "located.onnx", SessionSettings(level=Level.ALL)).run(sample).items():
-        if kind := _non_finite(value):
-            maker = graph.producers[name]
-            _refuse_weights(graph, maker)
-            raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
+        if not (kind := _non_finite(value)):
+            continue
+        maker = graph.producers[name]
+        for source in maker.input:
+            weight = graph.constant(source)
+            if weight is not None and (held := _non_finite(weight)):
+                before = ",".join(each for each in maker.input[-2:] if each in graph.producers)
+                # A Where may mark in an output what is missing.
+                marks = maker.op_type == "Where" and maker.output[0] in graph.outputs and before
+                ends = f"prepare --outputs {before} ends the model before it"
+                hint = ends if marks else "export or train the model again"
+                raise ModelError(f"weight '{source}' of {maker.op_type} '{maker.name}' holds {held}", hint=hint)
+        raise DataError(f"{subject} {kind} in tensor '{name}' (made by {maker.op_type})", hint=hint)
     # What is left are tensors that constants make infinite, such as scores plus a mask of minus infinity.
     output = next((name for name in values if name in graph.outputs and _non_finite(values[name])), "")
     words = f"{subject} a value that is not finite in output '{output}'"
     raise DataError(words, hint="prepare --outputs A,B leaves outputs out")
-
-
-def _refuse_weights(graph: Graph, node: Node) -> None:
-    for name in node.input:
-        value = graph.constant(name)
-        if value is not None and (kind := _non_finite(value)):
-            before = ",".join(each for each in node.input[-2:] if each in graph.producers)
-            # A Where may mark in an output what is missing.
-            marks = node.op_type == "Where" and node.output[0] in graph.outputs and before
-            ends = f"prepare --outputs {before} ends the model before it"
-            hint = ends if marks else "export or train the model again"
-            raise ModelError(f"weight '{name}' of {node.op_type} '{node.name}' holds {kind}", hint=hint)
 
 
 def _non_finite(value: Array) -> str:
