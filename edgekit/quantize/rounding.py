@@ -31,7 +31,7 @@ from edgekit.quantize.calibration.moments import (
     open_moments,
     patches_per_sample,
 )
-from edgekit.quantize.calibration.store import StoredArrays, write_arrays
+from edgekit.quantize.calibration.store import StoredArrays, save_arrays
 from edgekit.quantize.graph.layers import LAYER_OPS, Layer, expand_channel_factors, locate_patches, read_layers
 from edgekit.quantize.graph.sessions import open_graph
 
@@ -53,8 +53,7 @@ def recall_rounded(
         # Not through a temporary file, which takes longer: one that was cut off is found when it is read.
         with writing(path):
             path.parent.mkdir(exist_ok=True)
-            with path.open("wb") as file:
-                write_arrays(file, arrays.items())
+            save_arrays(path, arrays.items())
     return arrays
 
 

@@ -20,7 +20,7 @@ from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.moments import MOMENTS
-from edgekit.quantize.calibration.store import StoredArrays, write_arrays
+from edgekit.quantize.calibration.store import StoredArrays, save_arrays
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.finer_weights import NORM
 from edgekit.quantize.graph.float_graph import read_float_graph
@@ -51,8 +51,7 @@ def test_a_rounding_that_meets_no_numbers_is_left_out(net: Model, many: Calibrat
     spoilt = {
         name: np.full_like(each, np.nan) if name.endswith("covariance") else each for name, each in arrays.items()
     }
-    with path.open("wb") as file:
-        write_arrays(file, spoilt.items())
+    save_arrays(path, spoilt.items())
     memo = Memo()
     plan = plan_quantization(net, many, load_target("nnapi"), "int8", memo=memo)
     assert {entry.rounding for entry in plan.judged} == {"nearest", "bias"}

@@ -20,8 +20,8 @@ from edgekit.quantize.accuracy.head_search import find_list
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration import held_out
-from edgekit.quantize.calibration.held_out import HeldOut, read_held_out, save_held_out
-from edgekit.quantize.calibration.store import CacheSettings
+from edgekit.quantize.calibration.held_out import HELD_OUT, HeldOut, read_held_out
+from edgekit.quantize.calibration.store import CacheSettings, save_arrays
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions
@@ -143,7 +143,7 @@ def test_float_weights_are_judged_if_they_are_kept(tmp_path: Path, keep: bool, l
     held = HeldOut(9, {"y"}, ArrayFile(tmp_path / "arrays"))
     for index, row in enumerate(rows):
         held.offer(index, {"x": row}, {"y": row @ weight})
-    save_held_out(tmp_path, held)
+    save_arrays(tmp_path / HELD_OUT, held.arrays.items())
     point = ComparedTensor(tensor="y", reader="", centred=False)
     assert least <= open_judge(proto, (point,), tmp_path, keep_float_weights=keep)() <= most
     # Weights that were set aside lie in the same folder.

@@ -20,11 +20,11 @@ from edgekit.model.tensors import StatedOutput, Tensors
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.augment import picked_values
-from edgekit.quantize.calibration.held_out import save_fitted, save_held_out
+from edgekit.quantize.calibration.held_out import HELD_OUT, save_fitted
 from edgekit.quantize.calibration.moments import save_moments
 from edgekit.quantize.calibration.passes import CalibrationTask, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
-from edgekit.quantize.calibration.store import CacheSettings
+from edgekit.quantize.calibration.store import CacheSettings, save_arrays
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import (
@@ -175,7 +175,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         found = measure_samples(task, how.progress)
     judges: tuple[str, ...] = ()
     if fitting:
-        save_held_out(work, found.held_out)
+        save_arrays(work / HELD_OUT, found.held_out.arrays.items())
         save_fitted(work, samples, found.fitted())
         save_moments(work, found.statistics.moments())
         effort = find_effort(graph, len(found.seen))

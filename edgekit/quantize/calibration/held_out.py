@@ -13,7 +13,7 @@ import numpy as np
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.store import StoredArrays, write_arrays
+from edgekit.quantize.calibration.store import StoredArrays, save_arrays
 
 # Weights that were rounded with some samples fit these better than others, so some samples are held out; but if there
 # are few samples, rounding needs all. The numbers are chosen by hand with tools/bench/quantize_zoo.py.
@@ -29,6 +29,8 @@ judged, and "auto" would be minmax.
 """
 MOST_FITTED_SAMPLES, MOST_FITTED_BYTES = 16, 32 << 20
 """So many fitting samples are stored: a choice, to save time. For each layer the model runs on all of them, twice."""
+HELD_OUT = "held_out.bin"
+"""The file of held-out samples in the folder of a calibration's statistics."""
 _PLAIN = "fiubU"
 
 
@@ -87,19 +89,13 @@ class HeldOut:
         return self._kept <= 1 or self._size_bytes <= (MOST_BYTES if self._kept > LEAST_KEPT else LEAST_BYTES)
 
 
-def save_held_out(folder: Path, held_out: HeldOut) -> None:
-    """Writes the held-out samples into a folder."""
-    with (folder / "held_out.bin").open("wb") as file:
-        write_arrays(file, held_out.arrays.items())
-
-
 def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
     """Yields the inputs and the float outputs of each held-out sample.
 
     Raises:
         UsageError: the folder has none.
     """
-    for arrays in _read(folder, "held_out.bin"):
+    for arrays in _read(folder, HELD_OUT):
         inputs, outputs = (
             {name.removeprefix(side): array for name, array in arrays.items() if name.startswith(side)}
             for side in ("in:", "out:")
@@ -117,8 +113,7 @@ def save_fitted(folder: Path, samples: Samples, indices: Collection[int]) -> Non
         if left < 0 or not _is_plain(sample):
             break
         arrays |= {f"{index}:{name}": value for name, value in sample.items()}
-    with (folder / "fitted.bin").open("wb") as file:
-        write_arrays(file, arrays.items())
+    save_arrays(folder / "fitted.bin", arrays.items())
 
 
 def read_fitted(folder: Path) -> Iterator[Tensors]:

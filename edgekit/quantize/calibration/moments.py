@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekit.model.external import ArrayFile
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.store import StoredArrays, write_arrays
+from edgekit.quantize.calibration.store import StoredArrays, save_arrays
 from edgekit.quantize.graph.layers import Layer, PatchIndices
 
 MOMENTS = "moments.bin"
@@ -191,8 +191,7 @@ def save_moments(statistics: Path, moments: Iterable[tuple[Sequence[str], InputM
         yield "places", np.array(list(places.values()), np.int64)
         yield "counts", np.array(counts, np.int64)
 
-    with (statistics / MOMENTS).open("wb") as file:
-        write_arrays(file, list_arrays())
+    save_arrays(statistics / MOMENTS, list_arrays())
 
 
 class StoredMoments:

@@ -43,6 +43,16 @@ def write_arrays(file: IO[bytes], arrays: Iterable[tuple[str, Array]]) -> None:
     file.write(encoded + len(encoded).to_bytes(_LENGTH_BYTES, "little"))
 
 
+def save_arrays(path: Path, arrays: Iterable[tuple[str, Array]]) -> None:
+    """Writes a file of arrays, one by one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("wb") as file:
+        write_arrays(file, arrays)
+
+
 def parse_arrays(data: Array) -> dict[str, Array]:
     """Returns the arrays in the bytes of a file, uint8 [bytes], as views of these.
 
