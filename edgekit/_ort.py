@@ -6,6 +6,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -18,7 +19,7 @@ from edgekit._files import hide_work
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.machine import may_saturate
 from edgekit.model.external import point_into, skim_model
-from edgekit.model.model import Model, has_large_weights_inside
+from edgekit.model.model import Model, has_large_weights_inside, refill
 from edgekit.model.tensors import Array, Tensors, flatten_value
 
 _P = ParamSpec("_P")
@@ -133,7 +134,7 @@ class CpuSession:
                 source = point_into(model).SerializeToString()
                 config |= external_config(model.parent)
 
-        def open_session(level: Level, more: Mapping[str, str]) -> Any:
+        def open_session(source: str | bytes, level: Level, more: Mapping[str, str]) -> Any:
             options = cast("Any", _ort).SessionOptions()
             kind = "DISABLE_ALL" if level == Level.DISABLED else f"ENABLE_{level.name}"
             options.graph_optimization_level = getattr(_ort.GraphOptimizationLevel, f"ORT_{kind}")
@@ -166,10 +167,14 @@ class CpuSession:
             self._session: Any = None
             # A file that is written must not depend on the CPU that writes it.
             if settings.save_to is None and may_saturate() and PRECISE not in settings.config:
-                # ONNX Runtime 1.31 fails with it if layers share weights or a zero point.
                 with contextlib.suppress(*_TRANSLATED):
-                    self._session = open_session(_choose_level(model, settings), EXACT_SUMS)
-            self._session = self._session or open_session(settings.level, {})
+                    self._session = open_session(source, _choose_level(model, settings), EXACT_SUMS)
+                # ONNX Runtime 1.31 fails with it if layers share weights or a zero point.
+                if self._session is None and (own := _separate_constants(model)) is not None:
+                    more = {**EXACT_SUMS, **(external_config(model.parent) if isinstance(model, Path) else {})}
+                    with contextlib.suppress(*_TRANSLATED):
+                        self._session = open_session(own, _choose_level(model, settings), more)
+            self._session = self._session or open_session(source, settings.level, {})
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
         self._name = name
@@ -195,6 +200,36 @@ def _choose_level(model: Path | bytes, settings: SessionSettings) -> Level:
     except (ModelError, DecodeError):
         return settings.level
     return Level.EXTENDED if has_integer_products(proto.graph) else settings.level
+
+
+def _separate_constants(model: Path | bytes) -> bytes | None:
+    """Returns the model with a copy of each int8 constant for each node that reads it; None if none is shared."""
+    try:
+        proto = point_into(model) if isinstance(model, Path) else onnx.ModelProto.FromString(model)
+    except (ModelError, DecodeError):
+        return None
+    graph, nodes, read = proto.graph, list[onnx.NodeProto](), set[str]()
+    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT8}
+    makers = (node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in constants)
+    dequantized = {node.output[0]: node for node in makers}
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            if name in dequantized and name in read:
+                maker = deepcopy(dequantized[name])
+                maker.name = maker.output[0] = node.input[place] = f"{name}/{len(nodes)}"
+                nodes.append(maker)
+            read.add(name)
+        nodes.append(node)
+    refill(graph.node, nodes)
+    count, read = len(graph.initializer), set()
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            if name in constants and name in read:
+                tensor = deepcopy(constants[name])
+                tensor.name = node.input[place] = f"{name}/{len(graph.initializer)}"
+                graph.initializer.append(tensor)
+            read.add(name)
+    return proto.SerializeToString() if len(graph.initializer) > count else None
 
 
 def has_integer_products(graph: onnx.GraphProto) -> bool:

@@ -98,6 +98,26 @@ def test_products_do_not_saturate_on_any_cpu(model: Model, tmp_path: Path, monke
     assert np.array_equal(open_graph(qdq, tmp_path / "work", keep_float_weights=False).run(sample)["y"], found)
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_products_of_shared_weights_do_not_saturate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_file: bool
+) -> None:
+    """ONNX Runtime 1.31 cannot make weights unsigned that two layers share, such as those of query and key."""
+    text = """g (float[1,64] u, float[1,64] v) => (float[1,8] y, float[1,8] z)
+      <float s = {0.01}, uint8 zero = {0}, int8 middle = {0}, float wide = {1}> {
+      w = DequantizeLinear(k, s, middle)
+      qu = QuantizeLinear(u, s, zero) du = DequantizeLinear(qu, s, zero) a = MatMul(du, w)
+      qa = QuantizeLinear(a, wide, zero) y = DequantizeLinear(qa, wide, zero)
+      qv = QuantizeLinear(v, s, zero) dv = DequantizeLinear(qv, s, zero) b = MatMul(dv, w)
+      qb = QuantizeLinear(b, wide, zero) z = DequantizeLinear(qb, wide, zero) }"""
+    weights = np.full((64, 8), 127, np.int8)
+    path = make_model(text, tmp_path / "m.onnx", constants={"k": weights}).path
+    monkeypatch.setattr("edgekit.machine.read_cpu_flags", str)
+    session = CpuSession(path if in_file else path.read_bytes(), SessionSettings())
+    found = session.run({name: np.full((1, 64), 2.55, np.float32) for name in "uv"})
+    assert {float(value) for each in found.values() for value in each.ravel()} == {207.0}
+
+
 def test_scaled_weights_are_written_beside_those_set_aside_once_and_are_the_same(tmp_path: Path) -> None:
     text = """g (float[1,4,256] x) => (float[1,4,256] z) {
       n = LayerNormalization<axis=-1>(x, gain, shift) a = MatMul(n, w1) r = Relu(a) y = MatMul(r, w2) z = Add(y, x) }"""
