@@ -193,7 +193,19 @@ def write_archive(entries: Mapping[str, Path | bytes], out: Path, kind: Kind) ->
     if (unsafe := find_unsafe(entries, "in the archive")) is not None:
         raise OutputError(unsafe, hint="rename that file")
     with _files.replacing_file(out) as temporary:
-        (_write_zip if kind == "zip" else _write_tar)(entries, temporary)
+        if kind == "zip":
+            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+                for name in sorted(entries):
+                    write_entry(archive, name, [entries[name]], stat.S_IFREG | 0o644)
+            return
+        # PAX is the only format with a standard for long names in UTF-8 (POSIX.1-2001). A new TarInfo has no time and
+        # no owner.
+        with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT, encoding="utf-8") as tar:
+            for name in sorted(entries):
+                source, entry = entries[name], tarfile.TarInfo(name)
+                entry.mode, entry.size = 0o644, _files.measure_content(source)
+                with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+                    tar.addfile(entry, file)
 
 
 def list_files(folder: Path) -> dict[str, Path]:
@@ -265,12 +277,6 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
     return tuple(sorted(member.name for member in members))
 
 
-def _write_zip(entries: Mapping[str, Path | bytes], out: Path) -> None:
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        for name in sorted(entries):
-            write_entry(archive, name, [entries[name]], stat.S_IFREG | 0o644)
-
-
 def write_entry(archive: zipfile.ZipFile, name: str, parts: Sequence[Path | bytes], mode: int) -> None:
     """Writes one file, which consists of `parts`, into a zip; equal parts always give the same bytes."""
     entry = zipfile.ZipInfo(name, _EPOCH)
@@ -282,19 +288,3 @@ def write_entry(archive: zipfile.ZipFile, name: str, parts: Sequence[Path | byte
     with archive.open(entry, "w") as target:
         for part in parts:
             _files.copy_into(part, target)
-
-
-def _write_tar(entries: Mapping[str, Path | bytes], out: Path) -> None:
-    # PAX is the only format with a standard for long names in UTF-8 (POSIX.1-2001). A new TarInfo has no time and no
-    # owner.
-    with tarfile.open(out, "w", format=tarfile.PAX_FORMAT, encoding="utf-8") as archive:
-        for name in sorted(entries):
-            source = entries[name]
-            entry = tarfile.TarInfo(name)
-            entry.mode = 0o644
-            entry.size = _files.measure_content(source)
-            if isinstance(source, bytes):
-                archive.addfile(entry, BytesIO(source))
-                continue
-            with source.open("rb") as file:
-                archive.addfile(entry, file)

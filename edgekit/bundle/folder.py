@@ -18,7 +18,7 @@ from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import EXPECTED, adopt_expected, write_expected
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.manifest import UNPADDED, BundledFile, Manifest, decode_manifest, encode_json
-from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signature, check_subjects
+from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signature, list_subjects
 from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import find_needed_ort
@@ -233,8 +233,14 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
         """
         check_files(self.folder, files, {self.name, VERIFY, SIGNATURE, *optional})
         digests = {self.name: self.sha256, **{name: entry.sha256 for name, entry in files.items()}}
-        if self.statement is not None:
-            check_subjects(self.statement, digests, self.folder)
+        expected = list_subjects(digests)
+        if self.statement is not None and self.statement.subject != expected:
+            stated, present = (
+                {(it.name, it.digest.sha256) for it in side} for side in (self.statement.subject, expected)
+            )
+            name = min((name for name, _ in stated ^ present), default="order of files")
+            words = f"the signature of '{self.folder}' is of another {name[:200]!r}"
+            raise BundleError(words, hint="do not use it: fetch it again")
         return digests
 
 

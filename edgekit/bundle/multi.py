@@ -158,16 +158,6 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     return fill(MultiBundle, listing, index=index, nested=nested, digests=digests)
 
 
-def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
-    """Writes the bundle of one target as a folder of its own into `out`, and opens it.
-
-    Raises:
-        UsageError: there is no such target in it.
-        OutputError: `out` cannot be written.
-    """
-    return look_up(multi.nested, target, f"'{multi.folder}' has no variant '{target}'").extract(multi.folder, out)
-
-
 def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> tuple[Index, dict[str, Nested]]:
     """Returns the index of variants with these manifests and the digests of their files, each target once.
 
@@ -258,7 +248,8 @@ def opened_bundle(path: Path, *, key: Path | None = None, target: str | None = N
                 words = f"'{path}' holds several targets"
                 raise UsageError(words, hint=f"choose one: --target {' or '.join(sorted(names))}")
             chosen = target or names[0]
-            yield extract_variant(found, chosen, work / chosen)
+            variant = look_up(found.nested, chosen, f"'{found.folder}' has no variant '{chosen}'")
+            yield variant.extract(found.folder, work / chosen)
             return
         if target not in {None, found.manifest.target}:
             raise UsageError(f"'{path}' is for '{found.manifest.target}', not '{target}'", hint="leave --target out")

@@ -126,20 +126,6 @@ def encode_preauth(payload: bytes) -> bytes:
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
 
-def check_subjects(statement: Statement, digests: Mapping[str, str], folder: Path) -> None:
-    """Checks that the subjects of a statement are exactly these files with their sha256.
-
-    Raises:
-        BundleError: a file differs, is missing, or is not among the subjects.
-    """
-    expected = list_subjects(digests)
-    if statement.subject == expected:
-        return
-    stated, present = ({(one.name, one.digest.sha256) for one in side} for side in (statement.subject, expected))
-    name = next(iter(sorted(name for name, _ in stated ^ present)), "order of files")
-    raise BundleError(f"the signature of '{folder}' is of another {name[:200]!r}", hint="do not use it: fetch it again")
-
-
 def _spell(data: bytes) -> str:
     return base64.b64encode(data).decode()
 

@@ -14,7 +14,8 @@ from edgekit.app.config import FILE, App, list_cells, load_app
 from edgekit.app.draft import draft_app
 from edgekit.app.result import AppReport, headline_app, list_inputs
 from edgekit.app.run import run_app
-from edgekit.bundle.group.group import opened_group
+from edgekit.bundle.archive import opened_folder
+from edgekit.bundle.group.group import open_group
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Json, Option, Volume, as_command, exit_code, number, subcommand
 from edgekit.cli.options import Devices, Required, add_required
@@ -192,7 +193,9 @@ def group_verify_command(
 
     Exit code 0: every device that ran passed. 1: one failed. 2: the usage or an input is wrong. 3: it is not proven.
     """
-    with opened_group(folder, key=key) as group:
+    # What is written into an unpacked archive is lost with it.
+    with opened_folder(folder) as unpacked:
+        group = open_group(unpacked, key=key)
         report = verify_group(group, choosing(add_required(choice, require)), required=require, progress=progress)
     lines = (*describe_group(report), f"{report.group}-{report.target}: {report.verdict}")
     return Answer(report, lambda: show_lines(lines), report.verdict, accept_unproven)

@@ -14,6 +14,7 @@ from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.progress import Progress
 from edgekit.report import checked, tables, text
 from edgekit.report.forecasts import describe_forecast
+from edgekit.target import read_version
 
 
 @as_command
@@ -135,7 +136,11 @@ def show_checks(summary: checked.CheckSummary) -> None:
         show_line(fates)
     for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
         show_line(line)
-    show_line(checked.describe_runtimes(summary.minimum_ort))
+    oldest: dict[str, list[str]] = {}
+    for name, version in summary.minimum_ort.items():
+        oldest.setdefault(version, []).append(name)
+    loads = (f"{version} or newer for {', '.join(oldest[version])}" for version in sorted(oldest, key=read_version))
+    show_line(f"ONNX Runtime on the device: {'; '.join(loads)}")
     chosen = checked.describe_recommendation(summary.recommended, summary.shipped, summary.assumed)
     show_line(f"recommendation: {chosen}")
     if summary.forecast is not None:

@@ -18,7 +18,6 @@ from edgekit.package.variant import UNNAMED, Extra, Identity
 from edgekit.serialize import fill
 from edgekit.verify.on_devices import GroupReport
 from edgekit.verify.report import VerifyReport, read_facts
-from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import TaskReport
 
 _Report = TypeVar("_Report", VerifyReport, GroupReport)
@@ -209,25 +208,20 @@ def _describe(folder: Path, name: str, manifest: str, sha256: str, report: Verif
     elif verdict != "pass":
         lines = (*report.unproven, *(line for run in report.runs for line in run.unproven))
         reason = f"is not proven: {lines[0]}"
-    return _Released(
-        name=name,
-        manifest=manifest,
-        sha256=sha256,
-        doubt=Doubt(bundle=str(folder), reason=reason, verdict=verdict) if reason else None,
-        runs=tuple((_attest_run(name, run), run.verdict) for run in report.runs) if report and is_current else (),
-    )
-
-
-def _attest_run(bundle: str, run: RunReport) -> AttestedRun:
-    return fill(
-        AttestedRun,
-        run,
-        bundle=bundle,
-        outputs=tuple(fill(AttestedOutput, output) for output in run.outputs),
-        accuracy=None if run.accuracy is None else run.accuracy.got,
-        metric=_name_score(run.task),
-        latency_ms=None if run.latency_ms is None else run.latency_ms.median,
-    )
+    runs: list[tuple[AttestedRun, Verdict]] = []
+    for run in report.runs if report and is_current else ():
+        attested = fill(
+            AttestedRun,
+            run,
+            bundle=name,
+            outputs=tuple(fill(AttestedOutput, output) for output in run.outputs),
+            accuracy=None if run.accuracy is None else run.accuracy.got,
+            metric=_name_score(run.task),
+            latency_ms=None if run.latency_ms is None else run.latency_ms.median,
+        )
+        runs.append((attested, run.verdict))
+    doubt = Doubt(bundle=str(folder), reason=reason, verdict=verdict) if reason else None
+    return _Released(name=name, manifest=manifest, sha256=sha256, doubt=doubt, runs=tuple(runs))
 
 
 def _name_score(task: TaskReport | None) -> dict[str, float]:

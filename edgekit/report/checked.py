@@ -20,7 +20,6 @@ from edgekit.report import tables
 from edgekit.report.pages import make_page
 from edgekit.report.profiles import shorten
 from edgekit.report.tables import format_bytes, format_count, make_table
-from edgekit.target import read_version
 
 _MAX_NAMES, _MAX_OPS = 3, 8
 _DYNAMIC = re.compile(r"dimension \d+ of (?:input|output) \d+ is dynamic")
@@ -66,14 +65,6 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
         judged = self.targets if self.assumed else self.shipped
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
         return self.refusal is not None or refused or any(report.verdict == "no" for report in judged.values())
-
-
-def describe_runtimes(minimum_ort: Mapping[str, str]) -> str:
-    """Returns by target the oldest ONNX Runtime on the device that may load the model, in one line."""
-    versions = sorted({*minimum_ort.values()}, key=read_version)
-    named = {version: [name for name, oldest in minimum_ort.items() if oldest == version] for version in versions}
-    text = "; ".join(f"{version} or newer for {', '.join(names)}" for version, names in named.items())
-    return f"ONNX Runtime on the device: {text}"
 
 
 def describe_check(report: CheckReport) -> str:
@@ -267,18 +258,6 @@ def describe_work(report: CheckReport) -> str:
 def describe_taken(placed: Placed | None) -> str:
     """Returns how many nodes a provider takes, and the share of the work."""
     return "-" if placed is None else f"{placed.taken}/{placed.nodes} ({placed.taken_macs:.0%} of MACs)"
-
-
-def describe_mispredictions(placed: Placed | None) -> Iterator[str]:
-    """Yields one line about the nodes whose observed placement differs from the prediction; nothing if none does."""
-    if placed is None or not placed.disagreements:
-        return
-    found = placed.disagreements
-    predicted = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
-    first = f"{found[0].op} '{found[0].name}' {describe_disagreement(found[0])}"
-    first += f", and {len(found) - 1} more" if len(found) > 1 else ""
-    taken = f"{placed.taken} of {placed.nodes} nodes are taken in {count_of(placed.partitions, 'piece')}"
-    yield f"{placed.device}: {taken}, {predicted} were predicted: {first}"
 
 
 Place = Literal["taken", "left", "fatal"]

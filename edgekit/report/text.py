@@ -12,7 +12,7 @@ from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.data.data_check import ALIKE
 from edgekit.evidence import Evidence, Verdict
 from edgekit.inspect.inspect import OnnxReport
-from edgekit.report.checked import describe_mispredictions, describe_taken
+from edgekit.report.checked import describe_disagreement, describe_taken
 from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
@@ -77,7 +77,13 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     """Yields a line for each failure, remark on a run, and skipped device with the command that installs it."""
     yield from report.failures
     yield from (line for line in report.unproven if line != report.chance)
-    yield from describe_mispredictions(report.placed)
+    placed = report.placed
+    if placed is not None and (found := placed.disagreements):
+        predicted = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
+        first = f"{found[0].op} '{found[0].name}' {describe_disagreement(found[0])}"
+        first += f", and {len(found) - 1} more" if len(found) > 1 else ""
+        taken = f"{placed.taken} of {placed.nodes} nodes are taken in {count_of(placed.partitions, 'piece')}"
+        yield f"{placed.device}: {taken}, {predicted} were predicted: {first}"
     yield from group_lines((run.device, line) for run in report.runs for line in _list_run_remarks(run))
     yield from explain_layers(report.layers)
     yield from report.notes

@@ -14,7 +14,7 @@ from edgekit._files import digest_file, work_folder, write_file
 from edgekit.bundle.checks import bundled_task
 from edgekit.bundle.folder import GOLDEN, VERIFY, Bundle, read_target, snapshot_bundle
 from edgekit.bundle.golden import INPUTS, make_golden, plan_sequences, read_inputs, read_labels, read_outputs
-from edgekit.bundle.group.group import Group, extract_member
+from edgekit.bundle.group.group import Group
 from edgekit.bundle.group.wiring import run_pipeline
 from edgekit.bundle.sign import require_private_key
 from edgekit.data.data_check import find_missing, refusing_bad
@@ -293,7 +293,7 @@ def verify_group(
     """
     say = progress or say_nothing
     with work_folder() as work:
-        bundles = {name: extract_member(group, name, work / name) for name in group.manifests}
+        bundles = {name: each.extract(group.folder, work / name) for name, each in group.nested.items()}
         # All members are for one target, so they have the same devices.
         devices = find(next(iter(bundles.values())))
         reports = {name: verify_bundle(bundle, devices, progress=say) for name, bundle in bundles.items()}

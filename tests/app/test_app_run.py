@@ -29,8 +29,9 @@ import edgekit
 from edgekit.app.config import list_cells, load_app
 from edgekit.app.result import DIGESTS_FILE, RESULT, Digests, headline_app, make_key, render_app
 from edgekit.app.run import run_app
+from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.group.group import opened_group
+from edgekit.bundle.group.group import open_group
 from edgekit.bundle.sign import make_key as make_pair
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
@@ -315,7 +316,8 @@ sign = "release.pem"
     # What both have is stored once.
     assert sum(sizes) == first["cells"][0]["size_before"] > first["cells"][0]["size_after"]
     assert first["packages"][0]["bundles"] == ["talk-cpu"]
-    with opened_group(tmp_path / "build" / first["packages"][0]["path"], key=tmp_path / "release.pem.pub") as group:
+    with opened_folder(tmp_path / "build" / first["packages"][0]["path"]) as folder:
+        group = open_group(folder, key=tmp_path / "release.pem.pub")
         assert group.sha256 == first["cells"][0]["sha256"]
     assert answer(["run", str(tmp_path / "edgekit.toml")])["cells"][0]["state"] == "kept"
     # A member belongs to what a group depends on; an AAR cannot hold one.

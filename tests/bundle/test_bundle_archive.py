@@ -20,7 +20,6 @@ from edgekit.bundle.checks import find_clash, find_fault
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.multi import (
-    extract_variant,
     find_bundles,
     join_bundles,
     open_index,
@@ -225,7 +224,8 @@ def folder(bundles: list[Bundle], tmp_path: Path) -> Path:
 def test_variants_are_unpacked_unchanged(bundles: list[Bundle], folder: Path, tmp_path: Path) -> None:
     multi = open_index(folder)
     for bundle in bundles:
-        out = extract_variant(multi, bundle.manifest.target, tmp_path / bundle.manifest.target)
+        target = bundle.manifest.target
+        out = multi.nested[target].extract(multi.folder, tmp_path / target)
         assert (out.manifest, out.sha256) == (bundle.manifest, bundle.sha256)
     stored = [path.read_bytes() for path in list_files(folder).values()]
     assert len(stored) == len(set(stored))

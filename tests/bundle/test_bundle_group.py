@@ -18,7 +18,7 @@ from tiny_models import parse_model, spec
 
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.edgekit_pipeline import CHOSEN, PipelineError, cut_boxes
-from edgekit.bundle.group.group import GROUP, Group, extract_member, find_equal_weights, open_group
+from edgekit.bundle.group.group import GROUP, Group, find_equal_weights, open_group
 from edgekit.bundle.group.wiring import (
     Crop,
     Interface,
@@ -249,7 +249,7 @@ def test_the_program_of_a_group_gives_the_results_of_edgekit(talk: Path, digits:
 
 
 def test_a_member_is_a_bundle_of_its_own(talk: Path, tmp_path: Path) -> None:
-    bundle = extract_member(open_group(talk), "decode", tmp_path / "decode")
+    bundle = open_group(talk).nested["decode"].extract(talk, tmp_path / "decode")
     assert bundle.manifest.forms["onnx"][0] == "decode.onnx"
     assert "load | `decode.onnx`" in (bundle.folder / "README.md").read_text()
     assert "decode.onnx" in (bundle.folder / "app" / "ModelSession.kt").read_text()

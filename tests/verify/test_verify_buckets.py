@@ -17,7 +17,7 @@ from verify_devices import InProcess, from_list, open_loader
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest import UNPADDED, decode_manifest, encode_json
-from edgekit.bundle.multi import extract_variant, join_bundles
+from edgekit.bundle.multi import join_bundles
 from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import DeviceChoice
@@ -157,7 +157,8 @@ def test_an_output_whose_shape_is_not_inferred_is_cut_too(tmp_path: Path) -> Non
 
 
 def test_a_joined_bundle_keeps_its_sizes(sized: Bundle, tmp_path: Path) -> None:
-    again = extract_variant(join_bundles([sized], tmp_path / "joined"), "cpu", tmp_path / "again")
+    joined = join_bundles([sized], tmp_path / "joined")
+    again = joined.nested["cpu"].extract(joined.folder, tmp_path / "again")
     assert again.manifest == sized.manifest
     assert (again.folder / UNPADDED).read_bytes() == (sized.folder / UNPADDED).read_bytes()
 

@@ -19,7 +19,7 @@ from verify_devices import InProcess, Lie, restate
 from edgekit.bundle.folder import VERIFY, Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import make_golden, read_labels
 from edgekit.bundle.manifest import encode_json
-from edgekit.bundle.multi import extract_variant, join_bundles
+from edgekit.bundle.multi import join_bundles
 from edgekit.data.sets import Boxes
 from edgekit.devices.bundled import plan_run
 from edgekit.devices.device import DeviceRun, Job, Missing
@@ -338,7 +338,7 @@ def test_a_layer_that_stands_out_is_told_also_after_join_and_fails_no_bundle(tmp
     assert any(WORDS in line for line in list_verify_remarks(report))
     assert not any(WORDS in line for line in list_verify_remarks(verify_again(make_bundle(clean))))
     joined = join_bundles([make_suspect(tmp_path)], tmp_path / "joined")
-    assert verify_again(extract_variant(joined, "nnapi", tmp_path / "one")).first_bad_layer == "mul"
+    assert verify_again(joined.nested["nnapi"].extract(joined.folder, tmp_path / "one")).first_bad_layer == "mul"
 
 
 def test_a_bundle_that_keeps_less_is_said_to(tmp_path: Path) -> None:

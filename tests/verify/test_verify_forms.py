@@ -23,8 +23,9 @@ from verify_models import break_layer, find_weights
 
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
-from edgekit.bundle.group.group import Group, open_group, opened_group
+from edgekit.bundle.group.group import Group, open_group
 from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
@@ -357,8 +358,8 @@ def test_a_packed_group_verifies(passed: Path, tmp_path: Path, refused: Callable
     for name in ("a.tar", "b.tar"):
         assert run_command([*words, "--out", str(tmp_path / name)]) == 0
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
-    with opened_group(tmp_path / "a.tar", key=tmp_path / "release.pem.pub") as group:
-        assert group.attested is not None
+    with opened_folder(tmp_path / "a.tar") as folder:
+        assert open_group(folder, key=tmp_path / "release.pem.pub").attested is not None
     said = refused("package", str(passed), "--as", "aar", "--out", str(tmp_path / "aar"))
     assert "has no code that runs several models" in said
     said = refused("package", str(passed), "--as", "zip", "--name", "mine", "--out", str(tmp_path / "z.zip"))

@@ -5,9 +5,8 @@ external weights are shared are stored with these in `models/`. A group is opene
 archive that it was packed into; its README says which model runs when.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +15,6 @@ import onnx
 
 from edgekit._files import copy_once, digest_bytes, read_chunks, staged_folder, write_file, write_new
 from edgekit.bundle import folder as folders
-from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, Nested
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.group.wiring import MAX_MEMBERS, Interface, Wiring, describe_interface, find_fault
@@ -187,16 +185,6 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     return fill(Group, listing, manifest=group, nested=nested, digests=listing.check_folder(files))
 
 
-def extract_member(group: Group, name: str, out: Path) -> Bundle:
-    """Writes the bundle of one member, as it was before it was grouped, into the folder `out` and opens it.
-
-    Raises:
-        BundleError: the group was altered since it was opened.
-        OutputError: `out` cannot be written.
-    """
-    return group.nested[name].extract(group.folder, out)
-
-
 def _interfaces(nested: Mapping[str, Nested]) -> dict[str, Interface]:
     sides = {name: (each.manifest.inputs, each.manifest.outputs) for name, each in nested.items()}
     specs = {name: [[tensor.spec for tensor in side] for side in each] for name, each in sides.items()}
@@ -224,20 +212,6 @@ def _nest(member: str, manifest: Manifest, entry: BundledFile, shared: Mapping[s
 def is_group(path: Path) -> bool:
     """Returns True for the folder of a group."""
     return (path / GROUP).is_file()
-
-
-@contextlib.contextmanager
-def opened_group(path: Path, *, key: Path | None = None) -> Generator[Group]:
-    """Yields a group with every digest checked; with a public `key`, only one signed with its private key.
-
-    An archive is unpacked into a folder that is deleted after the block: anything written into such a group is lost.
-
-    Raises:
-        BundleError: it is no group, was altered, is not safe to open, or is not signed with the key.
-        UsageError: the key cannot be read.
-    """
-    with opened_folder(path) as folder:
-        yield open_group(folder, key=key)
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
