@@ -35,21 +35,21 @@ def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
                     hint = f"what makes one: help(edgekit.{kind})"
                 words = f"{function.__name__} wants a {kind} as '{name}', and was given {value!r:.60}"
                 raise UsageError(words, hint=hint)
-            if name in lists:
-                _check_list(function.__name__, name, value, _list_kinds(lists[name]))
+            if name not in lists:
+                continue
+            within = _list_kinds(lists[name])
+            each = value if within and isinstance(value, Sequence) else ()
+            if isinstance(value, str | os.PathLike):
+                problem, hint = f"{value!r:.60}", f"[{value!r:.60}] is a list of one"
+            elif others := [it for it in each if not isinstance(it, within)]:
+                problem, hint = f"{others[0]!r:.60} in it", f"it holds a {within[0].__name__} each"
+            else:
+                continue
+            words = f"{function.__name__} wants a list as '{name}', and was given {problem}"
+            raise UsageError(words, hint=hint)
         return function(*given, **named)
 
     return checked
-
-
-def _check_list(function: str, name: str, value: Any, kinds: tuple[type, ...]) -> None:
-    if isinstance(value, str | os.PathLike):
-        problem, hint = f"{value!r:.60}", f"[{value!r:.60}] is a list of one"
-    elif kinds and isinstance(value, Sequence) and (other := [one for one in value if not isinstance(one, kinds)]):
-        problem, hint = f"{other[0]!r:.60} in it", f"it holds a {kinds[0].__name__} each"
-    else:
-        return
-    raise UsageError(f"{function} wants a list as '{name}', and was given {problem}", hint=hint)
 
 
 def _list_kinds(hint: Any) -> tuple[type, ...]:

@@ -1,7 +1,7 @@
 """Devices with a Hexagon NPU by their common names, with the options that a QNN session needs for each."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -50,7 +50,10 @@ def find_phone(name: str, known: Sequence[Phone]) -> Phone:
     words = name.casefold().split()
     exact = [phone for phone in known if phone.name.casefold() == " ".join(words)]
     # The shortest of those that have the words: "Galaxy S24" is not the S24 Ultra.
-    found = exact or sorted((phone for phone in known if _has(phone, words)), key=lambda phone: len(phone.name))
+    spelled = [(phone, f"{phone.name} {phone.marketing}".casefold()) for phone in known]
+    own = [(phone, {*text.replace("®", "").replace("™", "").split()}) for phone, text in spelled]
+    having = [phone for phone, theirs in own if words and theirs.issuperset(words)]
+    found = exact or sorted(having, key=lambda phone: len(phone.name))
     if not found:
         full = {phone.name.casefold(): phone.name for phone in known}
         full |= {low.removeprefix("samsung ").removeprefix("snapdragon "): each for low, each in full.items()}
@@ -64,9 +67,3 @@ def find_phone(name: str, known: Sequence[Phone]) -> Phone:
         names = ", ".join(phone.name for phone in found[:6])
         raise UsageError(f"'{name}' stands for several devices", hint=f"name one of them: {names}")
     return found[0]
-
-
-def _has(phone: Phone, words: Iterable[str]) -> bool:
-    own = {*phone.name.casefold().split(), *phone.marketing.casefold().replace("®", "").replace("™", "").split()}
-    wanted = list(words)
-    return bool(wanted) and all(word in own for word in wanted)

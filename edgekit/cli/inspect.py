@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+from edgekit.check.report import count_of
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Option, as_command
 from edgekit.cli.screen import print_table, show_line, show_lines, show_remarks
@@ -13,7 +14,9 @@ from edgekit.inspect.inspect import inspect_model, measure_sizes
 from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.progress import Progress
 from edgekit.report import checked, tables, text
+from edgekit.report.checked import describe_taken
 from edgekit.report.forecasts import describe_forecast
+from edgekit.report.tables import format_bytes
 from edgekit.target import read_version
 
 
@@ -124,7 +127,12 @@ def check_command(
 def show_checks(summary: checked.CheckSummary) -> None:
     """Prints the checks by target (verdict, nodes not taken, advice), and then which target to use."""
     for name, report in summary.targets.items():
-        show_line(checked.describe_check(report))
+        settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
+        integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
+        crossing = f"{count_of(report.crossings, 'crossing')} of {format_bytes(report.crossing_bytes)}"
+        taken = f"{describe_taken(report.placed)}{integers} and {report.taken_bytes:.0%} of bytes"
+        where = f"in {count_of(report.partitions, 'partition')}, {crossing} (predicted{settings})"
+        show_line(f"{report.target}: {report.verdict}; {taken} {where}")
         if report.taken < report.nodes:
             print_table(checked.table_check(report))
         show_remarks(checked.list_check_remarks(summary, name))

@@ -26,8 +26,9 @@ from edgekit.profile.profile import profile_on
 from edgekit.profile.report import ProfileReport
 from edgekit.progress import Progress
 from edgekit.report import forecasts as text
-from edgekit.report import profiles, timing
+from edgekit.report import profiles, tables, timing
 from edgekit.report.ci import render_bench_markdown
+from edgekit.report.pages import make_page
 from edgekit.serialize import to_json
 from edgekit.tune.space import Goal
 from edgekit.tune.tune import Tuning, tune_on
@@ -197,7 +198,8 @@ def profile_command(
     if trace is not None:
         for number, raw in enumerate(one.raw for one in result.profiled if one.raw):
             write_file(trace.with_suffix(f".{number}.json") if number else trace, raw)
-    options.write_page(html, lambda: profiles.render_profile(result))
+    script, hues = "profile.js", profiles.HUES
+    options.write_page(html, lambda: make_page("profile", tables, profiles, script=script, hues=hues, run=result))
     return Answer(result.report, lambda: show_profile(result.report, top), result.report.succeeded)
 
 
@@ -261,7 +263,7 @@ def tune_command(
         apply=apply,
     )
     report = tune_on(subject, choice, tuning_options, opening, progress=progress)
-    options.write_page(html, lambda: timing.render_tuning(report))
+    options.write_page(html, lambda: make_page("tune", tables, timing, report=report))
 
     def show() -> None:
         print_table(*timing.list_tables(report))
@@ -315,7 +317,7 @@ def forecast_command(
         if compiles:
             progress("compile the model as QNN does")
         report = forecast(frozen, devices, precisions, known, dims=dims, every=every, max_ms=max_ms, compiles=compiles)
-    options.write_page(html, lambda: text.render_forecast(report))
+    options.write_page(html, lambda: make_page("forecast", text, report=report))
 
     def show() -> None:
         show_line(text.headline_forecast(report))

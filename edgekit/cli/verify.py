@@ -23,7 +23,8 @@ from edgekit.cli.screen import print_table, show_line, show_lines, show_remarks
 from edgekit.convert.ort_form import Cpu
 from edgekit.data.data_check import find_missing, refusing_bad
 from edgekit.data.images import load_preprocess
-from edgekit.data.samples import limit_samples, load_samples
+from edgekit.data.samples import limit_samples, load_samples, spread_indices
+from edgekit.data.sets import read_task_labels
 from edgekit.devices.find import default_target, find_device, load_target_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import view_model
@@ -42,7 +43,8 @@ from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, diff_runs, find_last_good, list_runs, read_run, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, read_report, recheck_report, require_devices
-from edgekit.verify.two_models import ModelComparison, choose_labels, compare_models
+from edgekit.verify.task_metrics import find_metric
+from edgekit.verify.two_models import ModelComparison, compare_models
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -392,7 +394,8 @@ def compare_command(
             limit = load_metric(metric)
             if max_metric_drop is not None:
                 limit = msgspec.structs.replace(limit, max_drop=max_metric_drop)
-            task = limit, choose_labels(limit, labels, all_samples, samples_to_compare.count)
+            known = read_task_labels(labels, find_metric(limit).labels, all_samples)
+            task = limit, [known[index] for index in spread_indices(all_samples.count, samples_to_compare.count)]
         report = compare_models(first, second, samples_to_compare, on, layers=layers, task=task)
     if html is not None:
         page = render_page(report, draw_worst(samples_to_compare, report), min_sqnr_db=min_sqnr)

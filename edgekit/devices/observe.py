@@ -92,7 +92,20 @@ def observe_target(model: Model, target: Target) -> Observed | str:
         TargetError: the target has an option that the provider would ignore or misread.
     """
     if target.provider == CPU_PROVIDER:
-        return _observe_kernels(model, target)
+        # The CPU provider takes every node: what is observed is which ones it computes in integers.
+        report, failure, seen = check_model(model, target), None, dict[str, bool]()
+        try:
+            seen = find_integer_nodes(model, signed=target.conversion.cpu == "arm")
+        except RuntimeRefusal as error:
+            failure = error.message
+        nodes = [node for node in report.node_list if node.name in seen and not node.is_quantizer]
+        if not any(node.is_quantizer for node in report.node_list):
+            return _judge("host", Evidence.SAME_EP, [(node, True, True) for node in nodes], failure)
+        # There is no prediction for a node that is not in integers for a reason that the rules do not know.
+        judged = [(node, node.integers if node.integers or node.remarks else seen[node.name]) for node in nodes]
+        pairs = [(node, predicted, seen[node.name]) for node, predicted in judged]
+        notes = ("for a quantized model, the nodes that compute in integers are counted",)
+        return _judge("host", Evidence.SAME_EP, pairs, failure, notes)
     # A device without `for_target`: it only places nodes, and need not compute the networks of NNAPI or Core ML.
     present, skipped = find_present(map(known_device, _OBSERVERS.get(target.provider, ())))
     if not present and not skipped:
@@ -107,23 +120,6 @@ def observe_target(model: Model, target: Target) -> Observed | str:
     except (DeviceError, MissingExtraError, ModelError) as error:
         return f"'{device.name}': {error.message}; {error.hint}"
     return compare_placement(check_model(model, device.as_seen(target)), placement, device)
-
-
-def _observe_kernels(model: Model, target: Target) -> Observed:
-    """Returns which nodes the CPU provider computes in integers; it takes every node anyway."""
-    report, failure, seen = check_model(model, target), None, dict[str, bool]()
-    try:
-        seen = find_integer_nodes(model, signed=target.conversion.cpu == "arm")
-    except RuntimeRefusal as error:
-        failure = error.message
-    nodes = [node for node in report.node_list if node.name in seen and not node.is_quantizer]
-    if not any(node.is_quantizer for node in report.node_list):
-        return _judge("host", Evidence.SAME_EP, [(node, True, True) for node in nodes], failure)
-    # There is no prediction for a node that is not in integers for a reason that the rules do not know.
-    judged = [(node, node.integers if node.integers or node.remarks else seen[node.name]) for node in nodes]
-    pairs = [(node, predicted, seen[node.name]) for node, predicted in judged]
-    notes = ("for a quantized model, the nodes that compute in integers are counted",)
-    return _judge("host", Evidence.SAME_EP, pairs, failure, notes)
 
 
 def compare_placement(report: CheckReport, placement: ObservedPlacement, device: Device) -> Observed:

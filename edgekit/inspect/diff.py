@@ -13,7 +13,7 @@ from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
 from edgekit.inspect.inspect import MODEL_SUFFIXES, find_shown_model, inspect_model, measure_layers
 from edgekit.serialize import to_builtins
-from edgekit.verify.report import VerifyReport, read_known
+from edgekit.verify.report import read_known
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -120,13 +120,24 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
         bundles, manifests = (first, second), (first.manifest, second.manifest)
         tables = [to_builtins(manifest) for manifest in manifests]
         facts = [{key: table[key] for key in table if key not in _LISTED_APART} for table in tables]
+        measures: tuple[Measure, ...] = ("sqnr_db", "cosine", "top1_agreement")
+        figures: list[dict[tuple[str, str, Measure], float | None]] = [{}, {}]
+        for report, found in zip(map(read_known, bundles), figures, strict=True):
+            for run in () if report is None else report.runs:
+                for output in run.outputs:
+                    found |= {(run.device, output.name, measure): getattr(output, measure) for measure in measures}
+                if run.accuracy is not None:
+                    found[run.device, run.accuracy.output, "accuracy"] = run.accuracy.got
         return Delta(
             **names,
             kind="bundle",
             **_compare_contents([each.files for each in manifests], facts, tuple(map(find_shown_model, bundles))),
             placement=tuple(_compare_facts(*(to_builtins(each.placement) for each in manifests))),
             nodes=tuple(_compare_nodes(*map(read_check, bundles))),
-            accuracy=tuple(_compare_accuracy(*map(read_known, bundles))),
+            accuracy=tuple(
+                AccuracyChange(device=device, output=name, measure=measure, old=before, new=after)
+                for (device, name, measure), before, after in _list_changes(*figures)
+            ),
         )
 
 
@@ -178,16 +189,3 @@ def _compare_nodes(old: CheckReport, new: CheckReport) -> Iterator[NodeChange]:
     taken = [{node.name: node.taken for node in check.node_list} for check in (old, new)]
     for name, before, after in _list_changes(*taken):
         yield NodeChange(name=name, op=ops[name], old=before, new=after)
-
-
-def _compare_accuracy(old: VerifyReport | None, new: VerifyReport | None) -> Iterator[AccuracyChange]:
-    figures: list[dict[tuple[str, str, Measure], float | None]] = [{}, {}]
-    for report, found in zip((old, new), figures, strict=True):
-        for run in () if report is None else report.runs:
-            for output in run.outputs:
-                measures: tuple[Measure, ...] = ("sqnr_db", "cosine", "top1_agreement")
-                found |= {(run.device, output.name, measure): getattr(output, measure) for measure in measures}
-            if run.accuracy is not None:
-                found[run.device, run.accuracy.output, "accuracy"] = run.accuracy.got
-    for (device, name, measure), before, after in _list_changes(*figures):
-        yield AccuracyChange(device=device, output=name, measure=measure, old=before, new=after)

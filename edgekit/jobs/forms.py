@@ -23,7 +23,7 @@ from edgekit.convert.convert import ConvertedModel, convert_model
 from edgekit.data.padding import pad_samples
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import MissingExtraError, RuntimeRefusal
-from edgekit.graph.graph import Graph, read_graph
+from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BucketInputs, BuildInputs, BuildJob
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model, load_model, read_proto
@@ -111,17 +111,9 @@ def warn_of_fp16_loss(prepared: Model, floats: Collection[str], target: Target, 
     else:
         problem += "its values need more digits"
     remedy = "scale it, raise what is added before a logarithm or root, or let the app compute it before the model"
-    start = ",".join(_find_start(read_graph(prepared), found.name, floats))
-    command = f": edgekit prepare --inputs {shlex.quote(start)}" if start else ""
-    return f"{problem}; the outputs keep {max(found.sqnr_db, 0.0):.0f} dB: {remedy}{command}"
-
-
-def _find_start(graph: Graph, name: str, floats: Collection[str]) -> list[str]:
-    """Returns the inputs of the model that remains if the app computes the float nodes after a value.
-
-    All nodes before these are removed from the model too.
-    """
-    reached, removed = {name}, set[str]()
+    # An app may compute the float nodes behind the value: then the model ends where the other nodes read.
+    graph = read_graph(prepared)
+    reached, removed = {found.name}, set[str]()
     for node in graph.nodes:
         if node.name in floats and not reached.isdisjoint({*node.input, *node.output}):
             reached.update(node.output)
@@ -133,7 +125,9 @@ def _find_start(graph: Graph, name: str, floats: Collection[str]) -> list[str]:
             needed.update(iterate_reads(node.proto))
     read_by_rest = {read for node in graph.nodes if node.name not in removed for read in iterate_reads(node.proto)}
     outputs = [each for node in graph.nodes if node.name in removed for each in node.output]
-    return [each for each in (*graph.inputs, *outputs) if each in read_by_rest]
+    start = ",".join([each for each in (*graph.inputs, *outputs) if each in read_by_rest])
+    command = f": edgekit prepare --inputs {shlex.quote(start)}" if start else ""
+    return f"{problem}; the outputs keep {max(found.sqnr_db, 0.0):.0f} dB: {remedy}{command}"
 
 
 class ModelForTarget(msgspec.Struct, frozen=True, kw_only=True):

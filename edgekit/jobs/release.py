@@ -64,7 +64,22 @@ def sign_verified(folder: Path, key: Path, *, allowed: Allowed = NOTHING) -> tup
         # `sign_bundle` refuses an archive with its own message.
         found = [] if folder.is_file() else _list_bundles(open_any(folder))
         doubts = _refuse(found, allowed)
-    return sign_bundle(folder, key, _attest(found)), doubts
+    tests: dict[str, Verdict] = {}
+    for one in found:
+        tests[one.name] = "pass" if one.doubt is None else one.doubt.verdict
+        tests |= {f"{one.name} on {run.device}": verdict for run, verdict in one.runs}
+    named = {verdict: tuple(name for name, each in tests.items() if each == verdict) for verdict in _RESULTS}
+    # A bundle that was released without a pass is named in what is signed.
+    attested = TestResult(
+        result=_RESULTS[worst_verdict(tests.values())],
+        configuration=list_subjects({one.manifest: one.sha256 for one in found}),
+        passed_tests=named["pass"],
+        warned_tests=named["not proven"],
+        failed_tests=named["fail"],
+        edgekit_runs=tuple(run for one in found for run, _ in one.runs),
+        edgekit_allowed=tuple(f"{one.name} {one.doubt.reason}" for one in found if one.doubt is not None),
+    )
+    return sign_bundle(folder, key, attested), doubts
 
 
 def join_verified(paths: Sequence[Path], out: Path, *, allowed: Allowed) -> tuple[MultiBundle, tuple[Doubt, ...]]:
@@ -250,21 +265,3 @@ _RESULTS: Mapping[Verdict, Literal["PASSED", "WARNED", "FAILED"]] = {
     "not proven": "WARNED",
     "fail": "FAILED",
 }
-
-
-def _attest(found: Sequence[_Released]) -> TestResult:
-    """Returns the facts to sign: the results of all verifications, and the bundles released without a pass."""
-    tests: dict[str, Verdict] = {}
-    for one in found:
-        tests[one.name] = "pass" if one.doubt is None else one.doubt.verdict
-        tests |= {f"{one.name} on {run.device}": verdict for run, verdict in one.runs}
-    named = {verdict: tuple(name for name, each in tests.items() if each == verdict) for verdict in _RESULTS}
-    return TestResult(
-        result=_RESULTS[worst_verdict(tests.values())],
-        configuration=list_subjects({one.manifest: one.sha256 for one in found}),
-        passed_tests=named["pass"],
-        warned_tests=named["not proven"],
-        failed_tests=named["fail"],
-        edgekit_runs=tuple(run for one in found for run, _ in one.runs),
-        edgekit_allowed=tuple(f"{one.name} {one.doubt.reason}" for one in found if one.doubt is not None),
-    )

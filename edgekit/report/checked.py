@@ -67,16 +67,6 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
         return self.refusal is not None or refused or any(report.verdict == "no" for report in judged.values())
 
 
-def describe_check(report: CheckReport) -> str:
-    """Returns the verdict of a check in one line."""
-    settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
-    integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
-    crossing = f"{count_of(report.crossings, 'crossing')} of {format_bytes(report.crossing_bytes)}"
-    taken = f"{describe_taken(report.placed)}{integers} and {report.taken_bytes:.0%} of bytes"
-    where = f"in {count_of(report.partitions, 'partition')}, {crossing} (predicted{settings})"
-    return f"{report.target}: {report.verdict}; {taken} {where}"
-
-
 def describe_built(summary: CheckSummary, name: str) -> Iterator[str]:
     """Yields what a provider takes of the model that `build` ships, if that differs from the prepared model."""
     if (report := summary.built.get(name)) is not None:

@@ -1,7 +1,6 @@
 """A forecast as text and as an HTML page: times with intervals, the fastest precision, the source of the figures."""
 
 import math
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -10,7 +9,7 @@ from rich.table import Table
 from edgekit.check.report import count_of
 from edgekit.forecasts.forecast import BITS, DeviceForecast, ForecastReport
 from edgekit.forecasts.model import Bits
-from edgekit.report.pages import Chart, LogAxis, Mark, make_page
+from edgekit.report.pages import Chart, LogAxis, Mark
 from edgekit.report.tables import format_bytes, format_count, make_table
 
 # Forecasts that differ by less than this factor count as equal, as measured pairs do in the table's `faster`.
@@ -77,20 +76,6 @@ def describe_forecast(report: ForecastReport) -> str:
 
 def list_forecast_remarks(report: ForecastReport) -> Iterator[str]:
     """Yields a line for each remark: the fastest precision, why nodes stay on the CPU, the source of the figures."""
-    yield from list_choices(report)
-    reasons = dict.fromkeys(reason for row in report.rows if row.placing for reason in row.placing.reasons)
-    yield from (f"left to the CPU: {reason}" for reason in list(reasons)[:5])
-    yield from report.remarks
-    if report.max_ms is not None:
-        if report.too_slow:
-            yield f"slower than {report.max_ms:g} ms: {', '.join(report.too_slow)}"
-        if report.unproven:
-            yield f"not proven to keep {report.max_ms:g} ms: {', '.join(report.unproven)}"
-    yield f"the figures come from {report.ground}"
-
-
-def list_choices(report: ForecastReport) -> Iterator[str]:
-    """Yields which precision is forecast to be the fastest; devices with the same answer share a line."""
     found: dict[str, list[str]] = {}
     for device in dict.fromkeys(row.device for row in report.rows):
         forecast = (row for row in report.rows if row.device == device and row.ms is not None)
@@ -118,6 +103,15 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
                 answer = f"{' and '.join(same)} forecast to be the fastest"
             found.setdefault(answer, []).append(device)
     yield from (f"{answer}: {', '.join(devices)}" for answer, devices in found.items())
+    reasons = dict.fromkeys(reason for row in report.rows if row.placing for reason in row.placing.reasons)
+    yield from (f"left to the CPU: {reason}" for reason in list(reasons)[:5])
+    yield from report.remarks
+    if report.max_ms is not None:
+        if report.too_slow:
+            yield f"slower than {report.max_ms:g} ms: {', '.join(report.too_slow)}"
+        if report.unproven:
+            yield f"not proven to keep {report.max_ms:g} ms: {', '.join(report.unproven)}"
+    yield f"the figures come from {report.ground}"
 
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 250.0, 985.0, 30.0, 15.0, 9.0
@@ -150,8 +144,3 @@ def draw_devices(report: ForecastReport) -> Chart | None:
         title = f"{limit} ms at most"
         marks.append(Mark(x=axis.place(limit), y=12, height=y - 10, kind="limit", title=title))
     return Chart(marks=tuple(marks), columns=axis.ticks, edges=(0, 1000, 18, y + 2), height=y + 26)
-
-
-def render_forecast(report: ForecastReport) -> str:
-    """Returns a forecast as an HTML page."""
-    return make_page("forecast", sys.modules[__name__], report=report)

@@ -1,7 +1,6 @@
 """Profiles as text and as an HTML page: timeline and roofline of each, and why two of them differ."""
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,10 +8,8 @@ from rich.table import Table
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.profile.measure import Profiled
-from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
-from edgekit.report import tables
-from edgekit.report.pages import Chart, LogAxis, Mark, make_page
+from edgekit.report.pages import Chart, LogAxis, Mark
 from edgekit.report.tables import format_bytes, format_count, make_table
 
 _MAX_NAME = 60
@@ -233,8 +230,3 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
         "end": max(1, start),
         "runs": runs,
     }
-
-
-def render_profile(run: ProfileRun) -> str:
-    """Returns profiles as an HTML page."""
-    return make_page("profile", tables, sys.modules[__name__], script="profile.js", hues=HUES, run=run)

@@ -20,7 +20,7 @@ from edgekit.serialize import to_builtins
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
 from edgekit.verify.metrics.outputs import OutputReport, weigh_output
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run_report import RunReport, describe_state
+from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_difference, format_score
 from edgekit.verify.two_models import ModelComparison, limit_ratio
 
@@ -95,7 +95,15 @@ def _list_run_remarks(run: RunReport) -> Iterator[str]:
     yield from _shorten(run.failures)
     yield from (f"not proven: {line}" for line in _shorten(run.unproven))
     yield from run.notes
-    yield from describe_state(run.state) if run.state else ()
+    state = run.state
+    if state and (names := [each.output for each in state.drift if each not in state.read]):
+        yield f"state is judged by what it does to the other outputs: {', '.join(map(repr, names))}"
+    for drift in state.read if state else ():
+        first, last, lost = drift.fed_back[0], drift.fed_back[-1], drift.lost_db
+        if state and first is not None and last is not None and lost is not None:
+            ran = f"{count_of(state.sequences, 'sequence')} of {state.steps} steps with its own state"
+            ends = f"output '{drift.output}' has {first:.1f} dB at the first step and {last:.1f} dB at the last"
+            yield f"{ran}: {ends}; its second half has {lost:.1f} dB less than with the float model's state"
     if run.sizes:
         # The worst SQNR for each size, against the float model run at the samples' own lengths.
         worst = ((size, _describe_worst(size.outputs)) for size in run.sizes.sizes)

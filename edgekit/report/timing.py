@@ -1,6 +1,5 @@
 """Times as tables, time series and a page: benchmarks, and searches for settings."""
 
-import sys
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -11,8 +10,6 @@ from edgekit.bench.bench import BenchReport
 from edgekit.bench.latency import Ratio
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
-from edgekit.report import tables
-from edgekit.report.pages import make_page
 from edgekit.report.tables import format_bytes, format_sqnr, make_table
 from edgekit.tune.race import Entrant
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
@@ -196,8 +193,3 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
     yield f"{report.measurements} sessions were measured in {used}{rest}"
     if report.applied:
         yield f"written: {report.applied}"
-
-
-def render_tuning(report: TuneReport) -> str:
-    """Returns a search as an HTML page."""
-    return make_page("tune", tables, sys.modules[__name__], report=report)

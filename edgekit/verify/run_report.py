@@ -172,18 +172,6 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Judgement:
     return Judgement(failures=tuple(failures))
 
 
-def describe_state(report: StateReport) -> Iterator[str]:
-    """Yields for each output how its error grew from the first step to the last, and which outputs are state."""
-    if names := [each.output for each in report.drift if each not in report.read]:
-        yield f"state is judged by what it does to the other outputs: {', '.join(map(repr, names))}"
-    for drift in report.read:
-        first, last, lost = drift.fed_back[0], drift.fed_back[-1], drift.lost_db
-        if first is not None and last is not None and lost is not None:
-            ran = f"{count_of(report.sequences, 'sequence')} of {report.steps} steps with its own state"
-            ends = f"output '{drift.output}' has {first:.1f} dB at the first step and {last:.1f} dB at the last"
-            yield f"{ran}: {ends}; its second half has {lost:.1f} dB less than with the float model's state"
-
-
 # The limit for the share of lost nodes is this many times the limit for the share of lost work: most nodes do little
 # work.
 _LOST_NODES = 4.0

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit.data.samples import Samples, keep_small, map_samples, spread_indices
-from edgekit.data.sets import Label, read_task_labels
+from edgekit.data.samples import Samples, keep_small, map_samples
+from edgekit.data.sets import Label
 from edgekit.devices.device import Device
 from edgekit.devices.observe import open_job
 from edgekit.evidence import Judgement, Verdict, join_judgements
@@ -24,7 +23,7 @@ from edgekit.verify.layers.matching import adapt_sample, run_unoptimized
 from edgekit.verify.layers.on_device import find_device_layer
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport, weigh_output
-from edgekit.verify.task_metrics import find_metric, measure_task
+from edgekit.verify.task_metrics import measure_task
 from edgekit.verify.task_scores import TaskReport, judge_task
 
 LIMITS = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12.0, granted_samples=1)
@@ -159,17 +158,6 @@ def _compare_outputs(
         moved = {name: f"is output {at}, in the reference {place}" for name, at, place in pairs if at != place}
     faults = {each.name: absent.get(each.name) or each.mismatch or moved.get(each.name) for each in outputs}
     return tuple(msgspec.structs.replace(each, mismatch=faults[each.name]) for each in outputs)
-
-
-def choose_labels(limit: TaskLimit, path: Path, every: Samples, count: int) -> list[Label]:
-    """Returns the labels of `count` samples, spread evenly over `every`, from a file with a label for each of these.
-
-    Raises:
-        UsageError: there is no such metric.
-        DataError: the labels are nothing that the metric reads.
-    """
-    known = read_task_labels(path, find_metric(limit).labels, every)
-    return [known[index] for index in spread_indices(every.count, count)]
 
 
 def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[str, str]:

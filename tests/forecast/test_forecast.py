@@ -23,7 +23,9 @@ from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast, parse_cpu_times, parse_measured, read_history
 from edgekit.phones import find_phone
-from edgekit.report.forecasts import describe_cpu, draw_devices, headline_forecast, list_choices, render_forecast
+from edgekit.report import forecasts
+from edgekit.report.forecasts import describe_cpu, draw_devices, headline_forecast, list_forecast_remarks
+from edgekit.report.pages import make_page
 from edgekit.target import load_target
 
 
@@ -168,17 +170,19 @@ def test_the_precision_that_is_mostly_fastest_is_recommended_unless_known_times_
     path = _conv(tmp_path / "a.onnx", 64)
     bits: tuple[Bits, ...] = ("float", "w8a8")
     before = forecast(path, ["Galaxy S24"], bits)
-    words = next(list_choices(before))
+    words = next(list_forecast_remarks(before))
     assert "w8a8 forecast to be the fastest, as it was in most" in words
     assert "although" not in words
     # So little work that the table's times say the opposite.
     small = forecast(_conv(tmp_path / "b.onnx", 1), ["Galaxy S24"], bits)
-    assert "although the uncertain times above say otherwise" in next(list_choices(small))
+    assert "although the uncertain times above say otherwise" in next(list_forecast_remarks(small))
     ms = before.rows[0].ms or 0
     known = [
         KnownTime(device="Samsung Galaxy S25", precision=bit, ms=ms * by) for bit, by in zip(bits, (1, 2), strict=True)
     ]
-    assert "float is forecast to be the fastest" in next(list_choices(forecast(path, ["Galaxy S24"], bits, known)))
+    assert "float is forecast to be the fastest" in next(
+        list_forecast_remarks(forecast(path, ["Galaxy S24"], bits, known))
+    )
 
 
 def test_open_sizes_are_asked_for(
@@ -254,7 +258,8 @@ def test_the_page_draws_each_device_and_escapes(tmp_path: Path) -> None:
     )
     assert len(bars) == 6
     assert all(bar.x <= dot.x <= bar.x + bar.width for bar, dot in zip(bars, dots, strict=True))
-    page = render_forecast(msgspec.structs.replace(report, model="<script>alert(1)</script>"))
+    hostile = msgspec.structs.replace(report, model="<script>alert(1)</script>")
+    page = make_page("forecast", forecasts, report=hostile)
     assert "<script>alert(1)" not in page
 
 

@@ -32,8 +32,8 @@ from edgekit.profile.nodes import add_roof_shares, list_nodes, list_operators, l
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.recipe import Data, Recipe
+from edgekit.report import forecasts, profiles, tables
 from edgekit.report.checked import CheckSummary, list_blocks, list_facts, render_check
-from edgekit.report.forecasts import render_forecast
 from edgekit.report.html import (
     Picture,
     describe_answers,
@@ -42,7 +42,8 @@ from edgekit.report.html import (
     place_bars,
     render_page,
 )
-from edgekit.report.profiles import HUES, MAX_SPANS, render_profile
+from edgekit.report.pages import make_page
+from edgekit.report.profiles import HUES, MAX_SPANS
 from edgekit.report.text import headline_build, headline_verify
 from edgekit.target import find_group, load_target
 from edgekit.verify.attribute import share_loss
@@ -210,7 +211,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "build": render_page(build),
         "check": render_check(summary),
         "compare": render_page(models, min_sqnr_db=15.0),
-        "forecast": render_forecast(forecast(MODEL)),
+        "forecast": make_page("forecast", forecasts, report=forecast(MODEL)),
         "quantize": render_page(quantized),
         "verify": render_page(full),
     }
@@ -403,7 +404,8 @@ def page() -> str:
         roof=Roof(float_gmacs=50, integer_gmacs=200, gbytes=10),
     )  # fmt: skip
     profiled = (Profiled(profile=profile, executions=ran),)
-    return render_profile(ProfileRun(report=ProfileReport(profiles=(profile,)), profiled=profiled))
+    run = ProfileRun(report=ProfileReport(profiles=(profile,)), profiled=profiled)
+    return make_page("profile", tables, profiles, script="profile.js", hues=HUES, run=run)
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ from edgekit.devices.local.runner import host_abi
 from edgekit.errors import BundleError
 from edgekit.evidence import Evidence
 from edgekit.profile.events import read_trace
-from edgekit.report.timing import render_tuning
+from edgekit.report import tables, timing
+from edgekit.report.pages import make_page
 from edgekit.target import load_target
 from edgekit.tune.race import Entrant
 from edgekit.tune.space import has_branches
@@ -213,7 +214,7 @@ def test_the_page_has_a_row_for_each_setting_and_escapes_names() -> None:
         chosen=Entrant(name="fast"),
         tried=tried,
     )
-    page = render_tuning(report)
+    page = make_page("tune", tables, timing, report=report)
     assert '<td class="number" data-value="45">45.0 dB</td>' in page
     assert '<td class="number" data-value="240">equal</td>' in page
     assert "&lt;i&gt;" in page

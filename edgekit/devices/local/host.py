@@ -239,7 +239,18 @@ class QnnSimulator(Device, frozen=True, kw_only=True):
         library = str(onnxruntime_qnn.get_library_path())
         request = stand_in(job, provider=QNN, library=library, provider_options=options)
         config = dict(request.session_config)
-        _check_context(job.model, options["soc_model"])
+        # The simulator would run a context binary made for another SoC, a device would not.
+        soc = options["soc_model"]
+        for entry in skim_model(job.model).metadata_props:
+            if entry.key == _COMPATIBILITY:
+                # `v2:6:<QAIRT>:<backend>:<htp_archs>:<socs>:<vtcm>:0`; 0 means no particular SoC. A context that names
+                # none was compiled for an architecture, and runs on all its chips.
+                socs = [*entry.value.split(":"), *[""] * 6][5]
+                is_list = re.fullmatch(r"\d+(,\d+)*", socs) is not None
+                made_for = [number for number in socs.split(",") if number != "0"] if is_list else []
+                if made_for and soc not in made_for:
+                    words = f"'{job.model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}"
+                    raise TargetError(words, hint=f"build the model for it: --target qnn with soc_model={soc}")
         # Each of the two runs has its own process and folder, because QNN keeps state between sessions that breaks the
         # second. The simulator computes in one thread; the threads that represent the NPU's units spin, which costs a
         # third more CPU seconds on cores of their own, and nothing if they share the one core.
@@ -286,17 +297,3 @@ def _run_watched(device: Device, job: Job, request: RunnerJob, folder: Path, *, 
     watched = msgspec.structs.replace(request, provider_options=options)
     run = run_python(device, job, watched, folder, one_core=one_core, emulates=True)
     return msgspec.structs.replace(run, npu_trace=file if file.is_file() else None)
-
-
-def _check_context(model: Path, soc: str) -> None:
-    """Refuses a context binary made for another SoC: the simulator would run it, a device would not."""
-    for entry in skim_model(model).metadata_props:
-        if entry.key == _COMPATIBILITY:
-            # `v2:6:<QAIRT>:<backend>:<htp_archs>:<socs>:<vtcm>:0`; 0 means no particular SoC. A context that names none
-            # was compiled for an architecture, and runs on all its chips.
-            socs = [*entry.value.split(":"), *[""] * 6][5]
-            is_list = re.fullmatch(r"\d+(,\d+)*", socs) is not None
-            made_for = [number for number in socs.split(",") if number != "0"] if is_list else []
-            if made_for and soc not in made_for:
-                words = f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}"
-                raise TargetError(words, hint=f"build the model for it: --target qnn with soc_model={soc}")

@@ -45,25 +45,6 @@ def list_computing(graph: Graph) -> list[Node]:
 _PASSED_OVER = ROUNDING | {"Cast", "Identity", "Dropout"}
 
 
-def align_tensors(a: Graph, b: Graph) -> list[tuple[str, str]]:
-    """Returns pairs of tensors that both graphs compute, inputs included, in the order of computation of `a`.
-
-    The operators of both graphs, with the shapes of their weights, are aligned like two texts, by `difflib`. Operators
-    that only one graph has, such as a BatchNormalization or Relu that the other folded, count as part of the one
-    before.
-    """
-    first, second = _Sequence(a), _Sequence(b)
-    blocks = SequenceMatcher(None, first.keys, second.keys, autojunk=False).get_matching_blocks()
-    pairs = [(block.a + step, block.b + step) for block in blocks for step in range(block.size)]
-    alone_a = frozenset(range(len(first.nodes))) - {pair[0] for pair in pairs}
-    alone_b = frozenset(range(len(second.nodes))) - {pair[1] for pair in pairs}
-    aligned = list(zip(a.fed, b.fed, strict=False))
-    for place_a, place_b in pairs:
-        ends = zip(first.find_ends(place_a, alone_a), second.find_ends(place_b, alone_b), strict=False)
-        aligned.extend(pair for pair in ends if all(pair))
-    return aligned
-
-
 class _Sequence:
     """The computing nodes of a graph in order, with the key by which each is compared, and the readers of values."""
 
@@ -137,7 +118,18 @@ def match_tensors(a: Graph, b: Graph) -> tuple[MatchedTensor, ...]:
     settled = sum(item.op in _find_ops(item.tensor, a) for item in named)
     if settled >= _NAMES_COUNT * sum(len(node.output) for node in _Sequence(b).nodes):
         return named
-    aligned = _match_pairs(a, b, align_tensors(a, b))
+    # The operators, with the shapes of their weights, are aligned like two texts. Those that only one graph has, such
+    # as a Relu that the other folded, count as part of the one before.
+    first, second = _Sequence(a), _Sequence(b)
+    blocks = SequenceMatcher(None, first.keys, second.keys, autojunk=False).get_matching_blocks()
+    pairs = [(block.a + step, block.b + step) for block in blocks for step in range(block.size)]
+    alone_a = frozenset(range(len(first.nodes))) - {pair[0] for pair in pairs}
+    alone_b = frozenset(range(len(second.nodes))) - {pair[1] for pair in pairs}
+    ends_in_order = list(zip(a.fed, b.fed, strict=False))
+    for place_a, place_b in pairs:
+        ends = zip(first.find_ends(place_a, alone_a), second.find_ends(place_b, alone_b), strict=False)
+        ends_in_order.extend(pair for pair in ends if all(pair))
+    aligned = _match_pairs(a, b, ends_in_order)
     return named if _count_alike(a, b, named) >= _NAMES_COUNT * _count_alike(a, b, aligned) else aligned
 
 

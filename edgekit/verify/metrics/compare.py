@@ -179,9 +179,10 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         return facts
     if not all(sample.numeric for sample in errors):
         worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
+        matches = sum(sample.matches for sample in errors)
         masks = [sample.masks for sample in errors if sample.masks is not None]
         iou = metrics.mean_iou(np.sum(masks, axis=0)) if masks else None
-        matched = msgspec.structs.replace(facts, exact_match=metrics.match_share(errors), iou=iou)
+        matched = msgspec.structs.replace(facts, exact_match=matches / elements, iou=iou)
         return _place_worst(matched, rows, worst)
     top1 = [sample.top1 for sample in errors if sample.top1 is not None]
     measured = msgspec.structs.replace(

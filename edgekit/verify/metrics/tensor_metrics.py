@@ -261,11 +261,6 @@ def bias_share(samples: Sequence[SampleErrors]) -> float:
     return min(1.0, offset * offset / (_elements(samples) * energy)) if energy > 0.0 else 0.0
 
 
-def match_share(samples: Sequence[SampleErrors]) -> float:
-    """Returns the share of elements that are exactly equal, 0 to 1."""
-    return sum(sample.matches for sample in samples) / _elements(samples)
-
-
 def decibels(signal: float, noise: float) -> float:
     """Returns 10 log10(signal / noise), clamped to `DB_LIMIT`; no noise is the upper limit."""
     if noise <= 0.0:

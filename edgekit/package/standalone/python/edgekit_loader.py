@@ -300,11 +300,6 @@ def run_self_test(variant: Variant, folder: Path, session: Any) -> list[str]:
     return [*failures, *(line for name in names for line in _judge(name, sums[name], variant))]
 
 
-def count_samples(variant: Variant) -> int:
-    """Returns how many golden samples the self-test of a bundle runs."""
-    return int(variant["samples"] if variant["reference"] == "outputs" else len(variant["chosen"]))
-
-
 _SUMS = ("samples", "elements", "matches", "faulty", "dot", "wanted", "got", "error", "ranked", "agreed", "numeric")
 
 
@@ -394,7 +389,8 @@ def main() -> int:
         failures = run_self_test(variant, folder, session)
         if failures and variant["precision"] == "int8" and platform.machine().lower() in {"x86_64", "amd64"}:
             failures.append("an x64 CPU without VNNI saturates products of u8 and s8, a phone does not: test there")
-        for line in failures or [f"self-test passed with {count_samples(variant)} samples"]:
+        count = variant["samples"] if variant["reference"] == "outputs" else len(variant["chosen"])
+        for line in failures or [f"self-test passed with {count} samples"]:
             sys.stdout.write(f"{variant['name']}: {line}\n")
         return 1 if failures else 0
     return 1
