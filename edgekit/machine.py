@@ -102,12 +102,11 @@ def peak_bytes(usage: Any) -> int:
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
-def own_peak_bytes(*, with_child: bool = False) -> int:
-    """Returns the peak memory of this process, plus that of its largest child if asked; 0 if the system lacks it."""
+def own_peak_bytes() -> int:
+    """Returns the peak memory of this process, plus that of its largest child; 0 if the system does not tell."""
     if resource is None:
         return 0
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN) if with_child else (resource.RUSAGE_SELF,)
-    return sum(peak_bytes(resource.getrusage(one)) for one in who)
+    return sum(peak_bytes(resource.getrusage(who)) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def count_cores() -> int:

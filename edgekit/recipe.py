@@ -173,7 +173,27 @@ def load_targets(recipe: Recipe) -> tuple[Target, ...]:
     for key in recipe.thresholds:
         if key not in {target.name for target in loaded}:
             raise UsageError(f"the recipe has thresholds for '{key}', which is not built", hint="name a built target")
-    return tuple(_adjust(name, target, recipe) for name, target in zip(dict.fromkeys(names), loaded, strict=True))
+    targets: list[Target] = []
+    for name, known in zip(dict.fromkeys(names), loaded, strict=True):
+        mine = {key: value for key, value in recipe.settings.items() if key in known.parameters}
+        wanted = recipe.forms or (_SHARING if recipe.buckets else ())
+        target = _keep_forms(load_target(name, mine), wanted, recipe.buckets)
+        choose_precision(target, recipe.precision)
+        changes = recipe.thresholds.get(target.name, {})
+        named = {"named": sorted(changes)} if changes else {}
+        try:
+            limits = msgspec.to_builtins(target.thresholds) | changes | named
+            thresholds = msgspec.convert(limits, ready_type(Thresholds))
+        except msgspec.ValidationError as error:
+            hint = name_valid(str(error), Thresholds) or f"limits: {', '.join(Thresholds.__struct_fields__)}"
+            raise UsageError(f"the recipe's [thresholds.{target.name}] is wrong: {error}", hint=hint) from error
+        if recipe.max_drop is not None:
+            least = 1 - recipe.max_drop / 100
+            thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=least, granted_samples=0)
+        if recipe.metric is not None:
+            thresholds = msgspec.structs.replace(thresholds, task=recipe.metric)
+        targets.append(msgspec.structs.replace(target, thresholds=thresholds))
+    return tuple(targets)
 
 
 def takes_any_size(targets: Sequence[Target]) -> bool:
@@ -216,26 +236,6 @@ def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:
         hint = f"it takes {', '.join(target.precisions)}, or leave --precision out"
         raise UsageError(f"target '{target.name}' does not take {precision}: {target.precision_reason}", hint=hint)
     return precision
-
-
-def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
-    mine = {key: value for key, value in recipe.settings.items() if key in target.parameters}
-    target = _keep_forms(load_target(name, mine), recipe.forms or (_SHARING if recipe.buckets else ()), recipe.buckets)
-    choose_precision(target, recipe.precision)
-    changes = recipe.thresholds.get(target.name, {})
-    named = {"named": sorted(changes)} if changes else {}
-    try:
-        thresholds = msgspec.convert(msgspec.to_builtins(target.thresholds) | changes | named, ready_type(Thresholds))
-    except msgspec.ValidationError as error:
-        limits = ", ".join(Thresholds.__struct_fields__)
-        hint = name_valid(str(error), Thresholds) or f"limits: {limits}"
-        raise UsageError(f"the recipe's [thresholds.{target.name}] is wrong: {error}", hint=hint) from error
-    if recipe.max_drop is not None:
-        least = 1 - recipe.max_drop / 100
-        thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=least, granted_samples=0)
-    if recipe.metric is not None:
-        thresholds = msgspec.structs.replace(thresholds, task=recipe.metric)
-    return msgspec.structs.replace(target, thresholds=thresholds)
 
 
 def _keep_forms(target: Target, wanted: Collection[Form], buckets: Collection[str]) -> Target:

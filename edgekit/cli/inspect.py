@@ -121,35 +121,34 @@ def check_command(
     summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     options.write_page(html, lambda: checked.render_check(summary))
     verdict = "fail" if summary.is_refused else "pass" if summary.forecast is None else summary.forecast.verdict
-    return Answer(describe_checks(summary), lambda: show_checks(summary), verdict)
 
+    def show() -> None:
+        for name, report in summary.targets.items():
+            settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
+            integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
+            crossing = f"{count_of(report.crossings, 'crossing')} of {format_bytes(report.crossing_bytes)}"
+            taken = f"{describe_taken(report.placed)}{integers} and {report.taken_bytes:.0%} of bytes"
+            where = f"in {count_of(report.partitions, 'partition')}, {crossing} (predicted{settings})"
+            show_line(f"{report.target}: {report.verdict}; {taken} {where}")
+            if report.taken < report.nodes:
+                print_table(checked.table_check(report))
+            show_remarks(checked.list_check_remarks(summary, name))
+        if summary.refusal is not None:
+            show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
+        for line in summary.fixed_axes:
+            show_line(f"fixed axis: {line}")
+        if fates := checked.describe_fates(next(iter(summary.targets.values()))):
+            show_line(fates)
+        for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
+            show_line(line)
+        oldest: dict[str, list[str]] = {}
+        for name, version in summary.minimum_ort.items():
+            oldest.setdefault(version, []).append(name)
+        loads = (f"{version} or newer for {', '.join(oldest[version])}" for version in sorted(oldest, key=read_version))
+        show_line(f"ONNX Runtime on the device: {'; '.join(loads)}")
+        chosen = checked.describe_recommendation(summary.recommended, summary.shipped, summary.assumed)
+        show_line(f"recommendation: {chosen}")
+        if summary.forecast is not None:
+            show_line(describe_forecast(summary.forecast))
 
-def show_checks(summary: checked.CheckSummary) -> None:
-    """Prints the checks by target (verdict, nodes not taken, advice), and then which target to use."""
-    for name, report in summary.targets.items():
-        settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
-        integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
-        crossing = f"{count_of(report.crossings, 'crossing')} of {format_bytes(report.crossing_bytes)}"
-        taken = f"{describe_taken(report.placed)}{integers} and {report.taken_bytes:.0%} of bytes"
-        where = f"in {count_of(report.partitions, 'partition')}, {crossing} (predicted{settings})"
-        show_line(f"{report.target}: {report.verdict}; {taken} {where}")
-        if report.taken < report.nodes:
-            print_table(checked.table_check(report))
-        show_remarks(checked.list_check_remarks(summary, name))
-    if summary.refusal is not None:
-        show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
-    for line in summary.fixed_axes:
-        show_line(f"fixed axis: {line}")
-    if fates := checked.describe_fates(next(iter(summary.targets.values()))):
-        show_line(fates)
-    for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
-        show_line(line)
-    oldest: dict[str, list[str]] = {}
-    for name, version in summary.minimum_ort.items():
-        oldest.setdefault(version, []).append(name)
-    loads = (f"{version} or newer for {', '.join(oldest[version])}" for version in sorted(oldest, key=read_version))
-    show_line(f"ONNX Runtime on the device: {'; '.join(loads)}")
-    chosen = checked.describe_recommendation(summary.recommended, summary.shipped, summary.assumed)
-    show_line(f"recommendation: {chosen}")
-    if summary.forecast is not None:
-        show_line(describe_forecast(summary.forecast))
+    return Answer(describe_checks(summary), show, verdict)

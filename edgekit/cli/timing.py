@@ -23,7 +23,6 @@ from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.profile.measure import ProfileOptions
 from edgekit.profile.profile import profile_on
-from edgekit.profile.report import ProfileReport
 from edgekit.progress import Progress
 from edgekit.report import forecasts as text
 from edgekit.report import profiles, tables, timing
@@ -200,22 +199,22 @@ def profile_command(
             write_file(trace.with_suffix(f".{number}.json") if number else trace, raw)
     script, hues = "profile.js", profiles.HUES
     options.write_page(html, lambda: make_page("profile", tables, profiles, script=script, hues=hues, run=result))
-    return Answer(result.report, lambda: show_profile(result.report, top), result.report.succeeded)
+    report = result.report
 
+    def show() -> None:
+        for profile in report.profiles:
+            show_line(profiles.headline_profile(profile))
+            if profile.failure is None:
+                print_table(*profiles.list_tables(profile, top))
+                show_remarks(profiles.list_profile_remarks(profile))
+        if report.comparison is not None:
+            show_line(profiles.describe_profiles(report.comparison))
+            show_remarks(map(profiles.describe_cause, report.comparison.causes))
+            if report.comparison.pairs:
+                print_table(profiles.table_pairs(report.comparison, top))
+        show_remarks(profiles.list_report_remarks(report))
 
-def show_profile(report: ProfileReport, top: int) -> None:
-    """Prints profiles, one after another, and then their comparison."""
-    for profile in report.profiles:
-        show_line(profiles.headline_profile(profile))
-        if profile.failure is None:
-            print_table(*profiles.list_tables(profile, top))
-            show_remarks(profiles.list_profile_remarks(profile))
-    if report.comparison is not None:
-        show_line(profiles.describe_profiles(report.comparison))
-        show_remarks(map(profiles.describe_cause, report.comparison.causes))
-        if report.comparison.pairs:
-            print_table(profiles.table_pairs(report.comparison, top))
-    show_remarks(profiles.list_report_remarks(report))
+    return Answer(report, show, report.succeeded)
 
 
 @as_command

@@ -128,7 +128,7 @@ def build(
             bundles=tuple(_summarize(inputs.source, *each, out) for each in zip(targets, results, strict=True)),
             seconds=round(time.monotonic() - start, 2),
             stages=job.watch.end(),
-            peak_rss_bytes=own_peak_bytes(with_child=True),
+            peak_rss_bytes=own_peak_bytes(),
             versions=list_versions(),
             report=out / "report.html",
             forecast=forecast,

@@ -168,7 +168,7 @@ def quantize_for(
         left_out=tuple(search.memo.budget.left_out),
         failed=dict(search.memo.budget.failed),
         seconds=round(time.monotonic() - start, 2),
-        peak_rss_bytes=own_peak_bytes(with_child=True),
+        peak_rss_bytes=own_peak_bytes(),
     )
 
 
