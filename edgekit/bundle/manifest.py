@@ -4,7 +4,6 @@ This module also has the parts of a manifest: buckets (models for several sizes 
 (whose size an app chooses) and tuned settings (found by a search). Last comes the JSON Schema that is published.
 """
 
-import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,7 +16,6 @@ from edgekit.data.images import Preprocess
 from edgekit.data.padding import Padding
 from edgekit.errors import BundleError, reraised
 from edgekit.evidence import Evidence
-from edgekit.machine import count_cores
 from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import ListColumns, Reading, Tensors, TensorSpec
 from edgekit.recipe import Licence
@@ -170,11 +168,6 @@ class TunedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     machine: MachineClass
     setting: SessionSetting
     evidence: TuningEvidence
-
-
-def class_of_this_machine() -> MachineClass:
-    """Returns the class of this machine, with its number of cores."""
-    return MachineClass(system=platform.system().lower(), machine=platform.machine().lower(), cores=count_cores())
 
 
 UNPADDED = "golden/unpadded.npz"

@@ -3,13 +3,14 @@
 If the bundle was tuned for the device's kind of machine, the tuned session settings are added to the target's.
 """
 
+import platform
 from collections.abc import Mapping
 
 import msgspec
 from onnx import TensorProto
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
-from edgekit.bundle.manifest import CallSettings, MachineClass, Manifest, SessionSetting, class_of_this_machine
+from edgekit.bundle.manifest import CallSettings, MachineClass, Manifest, SessionSetting
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job
 from edgekit.devices.find import address_of, is_remote, kind_of
@@ -79,7 +80,9 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
 
 def find_class(device: Device) -> MachineClass | None:
     """Returns the kind of machine of a device that is this machine, None for every other device."""
-    return class_of_this_machine() if address_of(device) in OF_THIS_MACHINE else None
+    if address_of(device) not in OF_THIS_MACHINE:
+        return None
+    return MachineClass(system=platform.system().lower(), machine=platform.machine().lower(), cores=count_cores())
 
 
 def read_class(versions: Mapping[str, str]) -> MachineClass | None:

@@ -32,9 +32,11 @@ from tiny_models import parse_model
 from edgekit._ort import Level
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest import SessionSetting, class_of_this_machine
+from edgekit.bundle.manifest import SessionSetting
 from edgekit.bundle.multi import sign_bundle
 from edgekit.bundle.sign import TestResult, make_key
+from edgekit.devices.bundled import find_class
+from edgekit.devices.find import known_device
 from edgekit.errors import BundleError, UsageError
 from edgekit.jobs.build import build
 from edgekit.package.package import package_bundles
@@ -190,7 +192,8 @@ def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(dama
 
 def test_tuned_settings_reach_the_session_on_machines_of_their_class(bundles: Path, tmp_path: Path) -> None:
     shutil.copytree(bundles / CPU, tmp_path / CPU)
-    here = class_of_this_machine()
+    here = find_class(known_device("host"))
+    assert here is not None
     setting = SessionSetting(level=Level.EXTENDED, threads=1, config={"session.set_denormal_as_zero": "1"})
     apply_setting(tmp_path / CPU, tuned_for(here, setting))
     # What was measured with another file says nothing of the one that is packed.

@@ -16,12 +16,12 @@ from edgekit._ort import Level
 from edgekit.bench.bench import Effort
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, class_of_this_machine, encode_json
+from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, encode_json
 from edgekit.bundle.multi import join_bundles, sign_bundle
 from edgekit.bundle.sign import make_key
-from edgekit.devices.bundled import find_tuned, set_job
+from edgekit.devices.bundled import find_class, find_tuned, set_job
 from edgekit.devices.device import Device
-from edgekit.devices.find import find_device
+from edgekit.devices.find import find_device, known_device
 from edgekit.devices.local.runner import host_abi
 from edgekit.errors import BundleError
 from edgekit.evidence import Evidence
@@ -67,7 +67,9 @@ def branches(path: Path) -> Path:
 
 
 def tuned(setting: SessionSetting, **machine: object) -> TunedSession:
-    return tuned_for(msgspec.structs.replace(class_of_this_machine(), **machine), setting)
+    here = find_class(known_device("host"))
+    assert here is not None
+    return tuned_for(msgspec.structs.replace(here, **machine), setting)
 
 
 def test_runners_apply_the_session_options_of_a_setting(device: Device, tmp_path: Path) -> None:
