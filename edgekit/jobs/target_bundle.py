@@ -202,14 +202,7 @@ class _Strategies:
         """
         target, job = self._target, self._job
         work.mkdir()
-        inputs, stays_float = self._inputs, strategy.precision not in INTEGERS
-        if strategy.is_rewritten:
-            if stays_float not in self._fixed:
-                folder = self._work / ("fixed-float" if stays_float else "fixed")
-                attempt, step = job.memo.budget.attempt, f"rewrites for {target.name}"
-                fixed = attempt(step, fix_inputs, inputs, target, job, folder, stays_float=stays_float)
-                self._fixed[stays_float] = inputs if fixed is None else fixed
-            inputs = self._fixed[stays_float]
+        inputs = self._fix(strategy)
         notes = [inputs.gain] if inputs.gain else []
         made = self._make_model(strategy, inputs, work, notes)
         # A model in half precision is checked after its conversion.
@@ -235,6 +228,17 @@ class _Strategies:
         elif self._job.recipe.precision != "auto":
             hint = f"leave --precision out, and one that starts is chosen; {hint}"
         raise _NoSessionError(strategy, self._target, check, hint=hint)
+
+    def _fix(self, strategy: Strategy) -> BuildInputs:
+        stays_float = strategy.precision not in INTEGERS
+        if not strategy.is_rewritten:
+            return self._inputs
+        if stays_float not in self._fixed:
+            folder = self._work / ("fixed-float" if stays_float else "fixed")
+            attempt, step = self._job.memo.budget.attempt, f"rewrites for {self._target.name}"
+            fixed = attempt(step, fix_inputs, self._inputs, self._target, self._job, folder, stays_float=stays_float)
+            self._fixed[stays_float] = self._inputs if fixed is None else fixed
+        return self._fixed[stays_float]
 
     def _make_model(self, strategy: Strategy, inputs: BuildInputs, work: Path, notes: list[str]) -> ModelForTarget:
         """Returns the model, quantized if the strategy's precision is an integer one, else as it was prepared."""
