@@ -119,11 +119,19 @@ class _LazyGroup(click.Group):
         found = super().resolve_command(ctx, args)
         if found[1] is not None and not {"-h", "--help"} & set(args):
             # A warning if ONNX Runtime is newer than the tested versions; only commands that need it have loaded it.
-            ort = sys.modules.get("edgekit._ort")
-            warning = None if ort is None or {"-q", "--quiet"} & set(args) else ort.describe_untested()
+            ort, is_quiet = sys.modules.get("edgekit._ort"), bool({"-q", "--quiet"} & set(args))
+            warning = None if ort is None or is_quiet else ort.describe_untested()
             if warning is not None:
                 click.echo(f"edgekit: warning: {warning}", err=True)
-            _take_defaults(ctx, name, found[1], args)
+            # A file in the current folder is not read by itself: it could load libraries, or name a key to trust.
+            if (path := ctx.params["config"]) is not None:
+                # Imported only if needed: half of all commands read no TOML.
+                schema = importlib.import_module("edgekit.cli.schema")
+                if (table := schema.read_defaults(path).get(name)) is not None:
+                    ctx.default_map = {name: schema.map_defaults(path, name, table, found[1])}
+                    if not is_quiet and "quiet" not in table:
+                        gives = f"{path} gives {name} its {', '.join(table)}"
+                        click.echo(f"{gives}, unless the command line does", err=True)
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -149,20 +157,6 @@ def group(config: Path | None) -> None:
     Example:
       edgekit build model.onnx --data samples.npz --out bundles
     """
-
-
-def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
-    """Sets the defaults of a command's options from the file of --config, and prints which."""
-    # A file in the current folder is not read by itself: it could load libraries, or name a key to trust.
-    if (path := context.params["config"]) is None:
-        return
-    # Imported only if needed: half of all commands read no TOML.
-    schema = importlib.import_module("edgekit.cli.schema")
-    if (table := schema.read_defaults(path).get(name)) is None:
-        return
-    context.default_map = {name: schema.map_defaults(path, name, table, command)}
-    if not {"-q", "--quiet"} & set(args) and "quiet" not in table:
-        click.echo(f"{path} gives {name} its {', '.join(table)}, unless the command line does", err=True)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 `[commands.NAME]` of an `edgekit.toml` gives the options of a command their defaults.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -80,7 +80,12 @@ def _read(option: click.Option, value: object, key_path: KeyPath, source: Source
             raise source.refuse(key_path, "it is on or off", hint="true or false")
         # Of options that are words for one value (-q, -v), the one that is true counts.
         return {name: value} if option.is_bool_flag else {name: option.flag_value} if value else {}
-    words = list(_list_words(value)) if option.multiple else [_join(value)]
+    if option.multiple and isinstance(value, Mapping):
+        pairs = {key: _join(each) for key, each in cast("Mapping[str, object]", value).items()}
+        words = [None if word is None else f"{key}={word}" for key, word in pairs.items()]
+    else:
+        is_list = option.multiple and isinstance(value, list)
+        words = [_join(each) for each in (cast("list[object]", value) if is_list else [value])]
     if None in words:
         many = "a text, a list of texts, or a table of names" if option.multiple else "a text or a number"
         raise source.refuse(key_path, f"it takes {many}", hint=f"for example {_example(option)}")
@@ -90,18 +95,6 @@ def _read(option: click.Option, value: object, key_path: KeyPath, source: Source
         except click.BadParameter as error:
             raise source.refuse(key_path, error.message, hint=f"for example {_example(option)}") from error
     return {name: words if option.multiple else words[0]}
-
-
-def _list_words(value: object) -> Iterator[str | None]:
-    """Yields the values of a repeatable option as texts, NAME=VALUE for a table; None for an invalid one."""
-    if isinstance(value, Mapping):
-        for name, each in cast("Mapping[str, object]", value).items():
-            joined = _join(each)
-            yield None if joined is None else f"{name}={joined}"
-    elif isinstance(value, list):
-        yield from map(_join, cast("list[object]", value))
-    else:
-        yield _join(value)
 
 
 def _join(value: object) -> str | None:

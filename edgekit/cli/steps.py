@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ from edgekit.cli.declare import Answer, Option, as_command
 from edgekit.cli.options import name_values, split_names
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines, show_remarks
 from edgekit.convert.context import ContextOptions
-from edgekit.convert.ort_form import Cpu, Equality, LevelModel, OrtOptions, Style
+from edgekit.convert.ort_form import Cpu, Equality, OrtOptions, Style
 from edgekit.data.images import load_preprocess
 from edgekit.devices.find import load_target_here
 from edgekit.errors import UsageError, look_up
@@ -401,8 +401,17 @@ def _show_levels(report: ConvertReport) -> None:
     table = make_table("level", "nodes", "fusions and casts that went", "size", "load", "p50", "time of none's")
     for row in report.levels:
         level = "none" if row.level == Level.DISABLED else row.level.value
-        fusions = ", ".join(_describe_fusions(row)) or "-"
-        table.add_row(level, str(row.nodes), fusions, format_bytes(row.size_bytes), *format_times(row))
+        fusions: list[str] = []
+        for kind in row.kinds:
+            # Short patterns are named by their operators, long ones by the result, such as LayerNormalization or Gelu.
+            parts, count = "+".join(kind.ops), len(kind.ops)
+            pattern = f"{parts} -> {kind.into}" if count <= _MAX_PARTS else f"{kind.into} of {count} nodes"
+            fusions.append(f"{kind.count} {pattern}")
+        if row.casts_gone:
+            fusions.append(f"{abs(row.casts_gone)} Cast {'gone' if row.casts_gone > 0 else 'more'}")
+        table.add_row(
+            level, str(row.nodes), ", ".join(fusions) or "-", format_bytes(row.size_bytes), *format_times(row)
+        )
     print_table(table)
     for row in report.levels:
         if (report.out / row.file).is_file():
@@ -410,16 +419,6 @@ def _show_levels(report: ConvertReport) -> None:
             show_line(f"{report.out / row.file}{equality}")
             if row.warning:
                 show_line(f"- {row.level.value}: {row.warning}")
-
-
-def _describe_fusions(row: LevelModel) -> Iterator[str]:
-    for kind in row.kinds:
-        # Short patterns are named by their operators, long ones by the result, such as LayerNormalization or Gelu.
-        parts = "+".join(kind.ops)
-        pattern = f"{parts} -> {kind.into}" if len(kind.ops) <= _MAX_PARTS else f"{kind.into} of {len(kind.ops)} nodes"
-        yield f"{kind.count} {pattern}"
-    if row.casts_gone:
-        yield f"{abs(row.casts_gone)} Cast {'gone' if row.casts_gone > 0 else 'more'}"
 
 
 def _describe_equality(found: Equality) -> str:

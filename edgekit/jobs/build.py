@@ -172,7 +172,20 @@ def _build_all(inputs: BuildInputs, job: BuildJob, *, verify: bool) -> tuple[Bui
                 results[target.name] = _Finished(built=ready)
         job.watch.begin("verify" if verify else "write")
     for name, (end, candidates, target) in verifying.items():
-        results[name] = _try_next_best(end.result(), candidates, target, job)
+        finished = end.result()
+        # While a device refuses to make a session of a bundle, the next best one is built.
+        while isinstance(finished.built, BuiltBundle) and finished.report is not None:
+            # A device that crashed reports no version of ONNX Runtime: that is no refusal.
+            responsive = (run for run in finished.report.runs if not run.load_ms and "onnxruntime" in run.versions)
+            if (refusal := next((run.failure for run in responsive if run.failure), None)) is None:
+                break
+            shutil.rmtree(finished.built.bundle.folder)
+            ready = _ready_target(candidates, target, job, refusal)
+            if isinstance(ready, ReadyBundle):
+                finished = _finish((ready, 1), job, verify=True, write_lock=Lock())
+            else:
+                finished = _Finished(built=ready)
+        results[name] = finished
     return inputs, [results[target.name] for target in job.targets]
 
 
@@ -190,21 +203,6 @@ def _ready_target(candidates: _Candidates, target: Target, job: BuildJob, refusa
     job.watch.begin("quantize", target.name)
     job.progress(f"build for {target.name}")
     return _catch_faults(partial(candidates.send, refusal) if refusal else partial(next, candidates), target, job)
-
-
-def _try_next_best(finished: _Finished, candidates: _Candidates, target: Target, job: BuildJob) -> _Finished:
-    """While a device refuses to make a session of a bundle, builds the next best one; returns the last result."""
-    while isinstance(finished.built, BuiltBundle) and finished.report is not None:
-        # A device that crashed reports no version of ONNX Runtime: that is no refusal.
-        responsive = (run for run in finished.report.runs if not run.load_ms and "onnxruntime" in run.versions)
-        if (refusal := next((run.failure for run in responsive if run.failure), None)) is None:
-            break
-        shutil.rmtree(finished.built.bundle.folder)
-        ready = _ready_target(candidates, target, job, refusal)
-        if isinstance(ready, EdgekitError):
-            return _Finished(built=ready)
-        finished = _finish((ready, 1), job, verify=True, write_lock=Lock())
-    return finished
 
 
 def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, write_lock: Lock) -> _Finished:

@@ -41,6 +41,8 @@ from edgekit.verify.layers.comparison import compare_with_float
 from edgekit.verify.metrics.compare import read_list
 from edgekit.verify.report import Step
 
+_LOST = {"wide": "constants keep 32 bits", "plain": "quantized with exact ranges and plain rounding"}
+
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """A way to make the model of a target; `ready_bundles` tries several, the best first.
@@ -124,7 +126,10 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
             strategies.failed = error
             first_reason = first_reason or (error.message if isinstance(error, EdgekitError) else quote_error(error))
             continue
-        loss_note = (f"{_describe_loss(first, strategy)}, because {first_reason}",) if first_reason else ()
+        lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
+        lost += ["left as it is"] if first.is_rewritten and not strategy.is_rewritten else []
+        lost += [_LOST[strategy.plan]] if strategy.plan in _LOST else []
+        loss_note = (f"{', '.join(lost)}, because {first_reason}",) if first_reason else ()
         refusal = yield msgspec.structs.replace(ready, notes=(*loss_note, *ready.notes))
         words = f"'{target.name}' makes no session of the {strategy.precision} model: {refusal}"
         hint = "edgekit check --observe MODEL shows which nodes the provider takes"
@@ -137,14 +142,6 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         raise ModelError(failed.message, hint="; ".join((*ends, failed.hint))) if ends else failed
     words = f"no model can be made for '{target.name}': {first_reason}"
     raise ModelError(words, hint="take its fallback") from strategies.failed
-
-
-def _describe_loss(first: Strategy, strategy: Strategy) -> str:
-    """Returns as text what `strategy` gives up in comparison with the `first` one."""
-    lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
-    lost += ["left as it is"] if first.is_rewritten and not strategy.is_rewritten else []
-    plans = {"wide": "constants keep 32 bits", "plain": "quantized with exact ranges and plain rounding"}
-    return ", ".join([*lost, *([plans[strategy.plan]] if strategy.plan in plans else [])])
 
 
 class _Strategies:

@@ -136,7 +136,19 @@ def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
     the same.
     """
     if not is_numeric(references):
-        return [_match_sample(*pair) for pair in zip(references, gots, strict=True)]
+        matched: list[SampleErrors] = []
+        for reference, got in zip(references, gots, strict=True):
+            same = np.asarray(reference == got).reshape(-1)
+            one = SampleErrors(
+                numeric=False,
+                elements=reference.size,
+                matches=int(np.count_nonzero(same)),
+                non_finite=0,
+                position=int(same.argmin()) if same.size else 0,
+                masks=count_masks(reference, got) if same.size else None,
+            )
+            matched.append(one)
+        return matched
     wanted, found = _as_rows(references), _as_rows(gots)
     errors = _measure_rows(wanted, found)
     if not max(references.shape[1:], default=1) == wanted.shape[1] > 1:
@@ -192,18 +204,6 @@ def _measure_part(wanted: Floats, found: Floats) -> dict[str, npt.NDArray[Any]]:
         "energy": _dot(found, found), "dot": _dot(wanted, found), "max_abs": distance.max(axis=1),
         "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)),
     }  # fmt: skip
-
-
-def _match_sample(reference: Array, got: Array) -> SampleErrors:
-    same = np.asarray(reference == got).reshape(-1)
-    return SampleErrors(
-        numeric=False,
-        elements=reference.size,
-        matches=int(np.count_nonzero(same)),
-        non_finite=0,
-        position=int(same.argmin()) if same.size else 0,
-        masks=count_masks(reference, got) if same.size else None,
-    )
 
 
 def mean_abs(samples: Sequence[SampleErrors]) -> float:

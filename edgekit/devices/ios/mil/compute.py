@@ -230,7 +230,15 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
     with np.errstate(all="ignore"):
         for operation in program.operations:
             try:
-                values |= _compute(operation, values)
+                if operation.kind == "const":
+                    values[operation.results[0].name] = operation.constants["val"]
+                    continue
+                given: dict[str, tuple[Value, ...]] = {key: (value,) for key, value in operation.constants.items()}
+                given |= {key: tuple(values[name] for name in names) for key, names in operation.inputs.items()}
+                wide = {key: tuple(map(_widen, parts)) for key, parts in given.items()}
+                found = OPERATIONS[operation.kind](Arguments(wide))
+                made = zip(operation.results, found if isinstance(found, tuple) else (found,), strict=True)
+                values |= {result.name: _store(part, result) for result, part in made}
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{operation.kind} '{operation.name}': {error}") from error
             for name in {name for names in operation.inputs.values() for name in names}:
@@ -238,17 +246,6 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
                 if reads_left[name] == 0:
                     del values[name]
     return {name: value for name in program.outputs if isinstance(value := values[name], np.ndarray)}
-
-
-def _compute(operation: Operation, values: Mapping[str, Value]) -> dict[str, Value]:
-    if operation.kind == "const":
-        return {operation.results[0].name: operation.constants["val"]}
-    given: dict[str, tuple[Value, ...]] = {name: (value,) for name, value in operation.constants.items()}
-    given |= {name: tuple(values[source] for source in sources) for name, sources in operation.inputs.items()}
-    wide = {name: tuple(map(_widen, parts)) for name, parts in given.items()}
-    found = OPERATIONS[operation.kind](Arguments(wide))
-    parts = found if isinstance(found, tuple) else (found,)
-    return {result.name: _store(part, result) for result, part in zip(operation.results, parts, strict=True)}
 
 
 def _widen(value: Value) -> Value:
