@@ -4,7 +4,7 @@ A model is shipped only if a session of it is expected to start on the target. O
 example without the rewrites for the target, with some nodes in float, and finally all of it in float.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -158,13 +158,7 @@ class _Strategies:
 
     def iterate(self) -> Iterator[Strategy]:
         """Yields the strategies; the next one depends on the error of the last one."""
-        target, wanted = self._target, choose_precision(self._target, self._job.recipe.precision)
-        # A precision that the user asked for is never replaced.
-        lower = [] if self._job.recipe.precision != "auto" else [it for it in target.precisions if it not in INTEGERS]
-        precisions = [wanted, *(each for each in lower if each != wanted)]
-        if self._inputs.is_quantized or target.name in self._inputs.floats:
-            precisions = ["int8" if self._inputs.is_quantized else "fp32"]
-        for precision in precisions:
+        for precision in self._list_precisions():
             strategy = Strategy(precision=precision)
             yield strategy
             if isinstance(self.failed, _NoGainError):
@@ -215,6 +209,17 @@ class _Strategies:
             notes=tuple(notes),
             folder=job.staging / f"{inputs.source.name}-{target.name}",
         )
+
+    def _list_precisions(self) -> Sequence[Precision]:
+        """Returns the precisions that may be built, in the order in which they are tried."""
+        target, wanted = self._target, choose_precision(self._target, self._job.recipe.precision)
+        if self._inputs.is_quantized:
+            return ("int8",)
+        if target.name in self._inputs.floats:
+            return ("fp32",)
+        # A precision that the user asked for is never replaced.
+        lower: list[Precision] = [each for each in target.precisions if each not in INTEGERS and each != wanted]
+        return (wanted, *lower) if self._job.recipe.precision == "auto" else (wanted,)
 
     def _refuse(self, strategy: Strategy, check: CheckReport) -> None:
         if not check.is_refused:
