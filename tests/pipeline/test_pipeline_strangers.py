@@ -1,5 +1,6 @@
 """Verdicts on networks of strangers, held against an oracle that knows no gate of edgekit's: that of tools/corpus."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from edgekit.quantize.mixed_precision.plan_search import Search, write_chosen
 from edgekit.target import load_target
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "corpus"))
-from confusion import Finding, Row, Verdict, format_matrix, judge_net
+from confusion import Finding, Row, Verdict, format_matrix, judge_net, read_rows, run_corpus
 from oracle import DEVICES, MEASURES, State, Truth, judge
 from table import Answers, Net, list_nets, read_specs
 
@@ -135,6 +136,15 @@ def test_a_fault_of_edgekit_at_one_target_is_a_wrong_verdict(tmp_path: Path, mon
     (finding,) = judge_net(net, ["cpu"], tmp_path / "out").findings
     assert (finding.verdict, finding.is_wrong) == ("traceback", True)
     assert "KeyError" in finding.reason
+
+
+def test_a_process_that_dies_without_a_word_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("confusion.CORPUS", tmp_path)
+    monkeypatch.setattr("sys.executable", shutil.which("false"))
+    net = Net(name="net", folder=tmp_path, answers="classes")
+    (row,) = run_corpus([net], ["cpu"], "label", 1, 60)
+    assert "returned non-zero exit status 1" in row.failure
+    assert not read_rows("label")
 
 
 def test_the_table_of_models_is_complete_and_has_no_model_twice() -> None:

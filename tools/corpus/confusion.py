@@ -183,7 +183,7 @@ def _judge_apart(net: Net, targets: Sequence[str], label: str, timeout_s: float)
         failure = f"it took more than {timeout_s:.0f} s"
     except subprocess.CalledProcessError as error:
         # If the oracle failed or the process died, the row says that, and has no verdict of edgekit's.
-        failure = error.stderr[-300:]
+        failure = error.stderr[-300:] or str(error)
     else:
         return msgspec.json.decode(ended.stdout, type=Row)
     return Row(net=net.name, held_out=net.held_out, findings=(), cpu_s=0, wall_s=0, failure=failure)
