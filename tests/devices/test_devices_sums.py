@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from tiny_models import parse_net
 
 from edgekit import machine
-from edgekit._ort import EXACT_SUMS, CpuSession, Level, SessionSettings, makes_session
+from edgekit._ort import EXACT_SUMS, IN_FLOAT, CpuSession, Level, SessionSettings, makes_session
 from edgekit.convert.convert import Source, write_ort_form
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.data.samples import Samples
@@ -104,10 +104,11 @@ def test_a_device_of_this_machine_adds_exactly_for_phones_alone(
     model, shared = save(tmp_path / "m.onnx"), save(tmp_path / "shared.onnx", second="wz")
     for target in ("cpu", "xnnpack", "nnapi", "qnn"):
         assert find_exact_sums(make_job(model, target)) == EXACT_SUMS
+        assert find_exact_sums(make_job(shared, target)) == IN_FLOAT
     for job in (
         make_job(model, "cpu", arch="x64-vnni"),
         make_job(model, "openvino"),
-        make_job(shared, "cpu"),
+        make_job(save_form(tmp_path / "integers.onnx", SIGNED), "cpu"),
         msgspec.structs.replace(make_job(model, "cpu"), model=tmp_path / "m.ort"),
     ):
         assert not find_exact_sums(job)
@@ -131,7 +132,7 @@ def test_a_file_is_opened_once_to_see_whether_its_sums_can_be_exact(
     copies = [Path(shutil.copy(model, tmp_path / name)) for name in ("a.onnx", "b.onnx")]
     assert [find_exact_sums(make_job(copy, "xnnpack")) for copy in copies] == [EXACT_SUMS] * 2
     shared = save(tmp_path / "c.onnx", second="wz")
-    assert not find_exact_sums(make_job(shared, "xnnpack"))
+    assert find_exact_sums(make_job(shared, "xnnpack")) == IN_FLOAT
     assert opened == [copies[0], shared]
 
 
@@ -173,11 +174,23 @@ def test_products_of_integers_are_exact_at_each_level(text: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("saturating")
-@pytest.mark.parametrize("text", [TIED, SIGNED])
-def test_a_model_that_cannot_be_opened_for_exact_sums_runs_without(text: str, tmp_path: Path) -> None:
-    model = save_form(tmp_path / "m.onnx", text)
-    job = make_job(model, "cpu")
-    spec = msgspec.structs.replace(job.outputs[0], shape=(4, 64 if text == TIED else 32))
+def test_where_nodes_share_a_constant_sums_are_exact_in_float(tmp_path: Path) -> None:
+    """A vocoder whose products share a factor had 21.5 dB in its plan, and 35.9 on a phone."""
+    model = save_form(tmp_path / "m.onnx", TIED)
+    (wanted,) = cast("list[Array]", ReferenceEvaluator(str(model)).run(None, {"x": 4 * X}))
+    session = CpuSession(model, SessionSettings())
+    assert not read_entry(session)
+    assert np.array_equal(session.run({"x": 4 * X})["y"], wanted)
+    spec = TensorSpec(name="y", dtype="float32", shape=(4, 64))
+    rows = Samples(source="x", count=1, read=lambda: iter([{"x": 4 * X}]))
+    run = Host().run(msgspec.structs.replace(make_job(model, "cpu"), outputs=(spec,), samples=rows), tmp_path / "work")
+    assert np.array_equal(next(iter(run.outputs))["y"], wanted)
+
+
+@pytest.mark.usefixtures("saturating")
+def test_products_of_two_signed_integers_run_as_they_are(tmp_path: Path) -> None:
+    job = make_job(save_form(tmp_path / "m.onnx", SIGNED), "cpu")
+    spec = msgspec.structs.replace(job.outputs[0], shape=(4, 32))
     assert Host().run(msgspec.structs.replace(job, outputs=(spec,)), tmp_path / "work").failure is None
 
 

@@ -17,7 +17,7 @@ import msgspec
 from onnx import TensorProto
 
 from edgekit._files import digest_file
-from edgekit._ort import CPU_PROVIDER, EXACT_SUMS, SessionSettings, makes_session
+from edgekit._ort import CPU_PROVIDER, EXACT_SUMS, IN_FLOAT, SessionSettings, has_integer_products, makes_session
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, PlacedNode, refuse_run
@@ -39,22 +39,24 @@ _MAX_VERSIONS = 32
 
 
 def find_exact_sums(job: Job) -> Mapping[str, str]:
-    """Returns the session config entries with which this CPU adds products of 8 bits as a phone's does (`EXACT_SUMS`).
+    """Returns the session config entries with which this CPU adds products of 8 bits as a phone's does.
 
-    There are none where it does so anyway; for a target on PCs, whose CPU may saturate as this one does; and where ONNX
-    Runtime makes no session with them: layers share weights or a zero point, or a QLinearMatMul multiplies s8 by s8.
+    These are `EXACT_SUMS`, or `IN_FLOAT` where ONNX Runtime makes no session with them because nodes share a constant
+    or its zero point. There are none where this CPU is exact anyway; for a target on PCs, whose CPU may saturate as
+    this one does; and where a QLinearMatMul multiplies s8 by s8, which neither changes.
     """
     target = job.target
     is_for_pcs = not target.is_for_phones or target.settings.get("arch", "").startswith("x64")
     if not may_saturate() or is_for_pcs or job.model.suffix != ".onnx":
         return {}
-    if all(tensor.data_type != TensorProto.INT8 for tensor in skim_model(job.model).graph.initializer):
+    graph = skim_model(job.model).graph
+    if all(tensor.data_type != TensorProto.INT8 for tensor in graph.initializer):
         return {}
     key = (digest_file(job.model), *job.custom_ops)
     if key not in _MAKES_EXACT:
         settings = SessionSettings(config=dict(EXACT_SUMS), libraries=job.custom_ops)
         _MAKES_EXACT[key] = makes_session(job.model, settings)
-    return EXACT_SUMS if _MAKES_EXACT[key] else {}
+    return EXACT_SUMS if _MAKES_EXACT[key] else {} if has_integer_products(graph) else IN_FLOAT
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
