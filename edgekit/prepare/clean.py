@@ -67,6 +67,19 @@ def write_scalers(writer: Writer) -> None:
     writer.add("Mul", [writer.add("Sub", [name, offset], "centred"), scale])
 
 
+@node_rewrite("plain-features", {"ArrayFeatureExtractor"}, since=_BROADCASTING)
+def write_features(writer: Writer) -> None:
+    """Replaces an ArrayFeatureExtractor, by which scikit-learn names the class, by Gather along the last axis.
+
+    ONNX Runtime does not infer what it makes of data with one axis: QNN takes that for a scalar.
+    """
+    name, rank = writer.x, len(known(writer.graph.value(writer.x).shape))
+    if rank == 1:
+        name = writer.reshape(name, "row_shape", [1, -1], "row")
+    indices = writer.reshape(writer.node.input[1], "list_shape", [-1], "list")
+    writer.add("Gather", [name, indices], axis=max(1, rank - 1))
+
+
 @node_rewrite("spread-scalar", {"Add", "Mul"}, since=_BROADCASTING)
 def spread_scalars(writer: Writer) -> None:
     """Writes a number that scales or shifts the result of a Conv as one number for each channel.
@@ -482,7 +495,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
-    for rewrite in (write_scalers, spread_scalars, list_axes):
+    for rewrite in (write_scalers, write_features, spread_scalars, list_axes):
         rewrite(proto.graph, read_opset(proto))
     drop_idle_nodes(proto.graph)
 

@@ -19,7 +19,7 @@ from edgekit.target import load_target
 TARGETS = ("nnapi", "coreml", "qnn", "xnnpack", "cpu")
 
 
-CONTRIB = ', "com.microsoft" : 1'
+CONTRIB = ', "com.microsoft" : 1, "ai.onnx.ml" : 3'
 
 
 def check_proto(proto: onnx.ModelProto, target: str, settings: Mapping[str, str] | None = None) -> list[CheckedNode]:

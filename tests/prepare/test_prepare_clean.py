@@ -69,6 +69,13 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Sub Mul Gemm Cast Sub Mul",
         {"imports": ', "ai.onnx.ml" : 1'},
     ),
+    "the names of classes": (
+        """g (float[1,3] x, int64[4] h) => (int64[?,?] y, float[1,1] z, int64[?,?] w) <int64[3] c = {5,6,-7}>
+        { a = ArgMax<axis = 1>(x) y = ai.onnx.ml.ArrayFeatureExtractor(c, a)
+        z = ai.onnx.ml.ArrayFeatureExtractor(x, a) w = ai.onnx.ml.ArrayFeatureExtractor(h, a) }""",
+        "ArgMax Reshape Reshape Gather Gather Gather",
+        {"imports": ', "ai.onnx.ml" : 1'},
+    ),
     # OnnxMLTools wrote what ONNX had as a preview, and ONNX Runtime's CPU still has it.
     **{
         f"a preview with {crop}": (
