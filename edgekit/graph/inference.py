@@ -271,6 +271,15 @@ def _is_untyped(node: onnx.NodeProto) -> bool:
 _MOST_BYTES = 1 << 14
 
 
+def open_negative(graph: onnx.GraphProto) -> None:
+    """Opens, in place, dimensions of -1, unknown to ONNX Runtime: inference would make a size of 0 of half."""
+    for part in iterate_graphs(graph):
+        for value in (*part.value_info, *part.input, *part.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_value < 0:
+                    dim.Clear()
+
+
 def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy with types and shapes that onnx can infer, without large initializers' data and lists of trees.
 
@@ -283,12 +292,7 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     for node in iterate_nodes(light.graph):
         if node.op_type == "STFT" and all(each.name != "onesided" for each in node.attribute):
             node.attribute.append(helper.make_attribute("onesided", 1))
-    # ONNX Runtime takes dimensions of -1 for unknown ones too.
-    for graph in iterate_graphs(light.graph):
-        for value in (*graph.value_info, *graph.input, *graph.output):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_value < 0:
-                    dim.Clear()
+    open_negative(light.graph)
     substituted = substitute_contrib(light)
     slices = _find_slices_behind(_find_large_windows(light), light.graph)
     rounded, hidden = _round_pools(light), hide_untyped(light)

@@ -21,7 +21,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit._ort import VERSION, Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
 from edgekit.graph.constants import ORT_DOMAIN, read_array, write_dense
-from edgekit.graph.inference import infer_model, refuse_empty_windows
+from edgekit.graph.inference import infer_model, open_negative, refuse_empty_windows
 from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.model import model as models
@@ -492,6 +492,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     # ONNX Runtime takes nodes in any order; what follows, and onnx's converter, do not.
     models.refill(proto.graph.node, models.order_nodes(proto.graph))
     name_nodes(proto.graph)
+    open_negative(proto.graph)
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)

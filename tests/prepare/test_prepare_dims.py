@@ -11,11 +11,13 @@ import onnx
 import pytest
 from onnx import helper
 from prepare_models import ZOO, make_inputs, make_model, op_names, prepare, run_model
+from tiny_models import parse_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.images import Preprocess
 from edgekit.data.samples import read_shapes
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
+from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import PrepareOptions, prepare_for
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, TensorSpec
@@ -439,3 +441,14 @@ def test_a_branch_that_fits_no_static_shape_goes_with_its_condition(tmp_path: Pa
     expected = run_model(model.path, inputs | {"sr": np.array(16000)})
     got = run_model(prepared.path, inputs)
     assert all(np.allclose(expected[name], got[name], atol=1e-5) for name in expected)
+
+
+def test_a_size_of_minus_one_is_unknown_and_makes_no_sizes(tmp_path: Path) -> None:
+    text = """(float[1,1,9,4] x) => (float y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}>
+        { a = Conv<strides = [2,2], pads = [1,1,1,1]>(x, w) y = ReduceMax(a) }"""
+    # onnx's converter infers shapes too.
+    proto = parse_net(text, opset=11)
+    proto.graph.input[0].type.tensor_type.shape.dim[2].dim_value = -1
+    onnx.save(proto, tmp_path / "m.onnx")
+    prepared = prepare_model(load_model(tmp_path / "m.onnx"), tmp_path / "p.onnx", {}, may_stay_open=True)
+    assert read_graph(prepared).value("a").shape == (1, 1, None, 2)
