@@ -168,10 +168,15 @@ class CpuSession:
             self._session: Any = None
             # A file that is written must not depend on the CPU that writes it.
             saturates = settings.save_to is None and may_saturate() and PRECISE not in settings.config
-            # ONNX Runtime 1.31 fails with exact sums if nodes share an int8 constant or its zero point.
             with contextlib.suppress(*_TRANSLATED):
                 self._session = open_session(_choose_level(model, settings), EXACT_SUMS) if saturates else None
-            self._session = self._session or open_session(settings.level, IN_FLOAT if saturates else {})
+            if self._session is None:
+                self._session = open_session(settings.level, {})
+                if saturates:
+                    # ONNX Runtime 1.31 fails with exact sums if nodes share an int8 constant or its zero point. In
+                    # float it may load what it refuses otherwise, so that comes last, when the other is out of memory.
+                    self._session = None
+                    self._session = open_session(settings.level, IN_FLOAT)
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.output_types: tuple[str, ...] = tuple(value.type for value in self._session.get_outputs())
         self._name = name

@@ -422,7 +422,12 @@ def test_what_was_saved_is_replayed(name: str, opset: int, tmp_path: Path) -> No
     assert read_graph(tmp_path / "m.ort").saved
 
 
-def test_onnxruntime_still_needs_the_mending(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saturates", [False, True])
+def test_onnxruntime_still_needs_the_mending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, saturates: bool
+) -> None:
+    # A CPU that must not add in 16 bits computes in float, but loads nothing that is refused otherwise.
+    monkeypatch.setattr("edgekit._ort.may_saturate", lambda: saturates)
     path = parse_model(f"{BODIES['a matmul']}", tmp_path / "m.onnx")
     config = {"session.save_model_format": "ORT", "optimization.minimal_build_optimizations": "save"}
     optimize_graph(path, tmp_path / "raw.ort", SessionSettings(config=config))

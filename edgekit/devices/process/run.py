@@ -17,7 +17,15 @@ import msgspec
 from onnx import TensorProto
 
 from edgekit._files import digest_file
-from edgekit._ort import CPU_PROVIDER, EXACT_SUMS, IN_FLOAT, SessionSettings, has_integer_products, makes_session
+from edgekit._ort import (
+    CPU_PROVIDER,
+    EXACT_SUMS,
+    IN_FLOAT,
+    PRECISE,
+    SessionSettings,
+    has_integer_products,
+    makes_session,
+)
 from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, STOPPED, Device, DeviceRun, Job, PlacedNode, refuse_run
@@ -32,8 +40,8 @@ STANDALONE = Path(__file__).parents[1] / "standalone"
 ORT_RUNNER = STANDALONE / "ort_runner.py"
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
-# Whether ONNX Runtime makes a session with `EXACT_SUMS`, by the digest of the model and its custom operators.
-_MAKES_EXACT: dict[tuple[object, ...], bool] = {}
+# What `find_exact_sums` found, by the digest of the model and its custom operators.
+_EXACT: dict[tuple[object, ...], Mapping[str, str]] = {}
 # A device may send anything, so the number and length of what goes into reports is limited.
 _MAX_VERSIONS = 32
 
@@ -53,10 +61,14 @@ def find_exact_sums(job: Job) -> Mapping[str, str]:
     if all(tensor.data_type != TensorProto.INT8 for tensor in graph.initializer):
         return {}
     key = (digest_file(job.model), *job.custom_ops)
-    if key not in _MAKES_EXACT:
-        settings = SessionSettings(config=dict(EXACT_SUMS), libraries=job.custom_ops)
-        _MAKES_EXACT[key] = makes_session(job.model, settings)
-    return EXACT_SUMS if _MAKES_EXACT[key] else {} if has_integer_products(graph) else IN_FLOAT
+    if key not in _EXACT:
+        is_exact = makes_session(job.model, SessionSettings(config=dict(EXACT_SUMS), libraries=job.custom_ops))
+        _EXACT[key] = EXACT_SUMS if is_exact else {}
+        # What ONNX Runtime refuses as it is, it may load in float.
+        as_it_is = SessionSettings(config={PRECISE: "0"}, libraries=job.custom_ops)
+        if not is_exact and not has_integer_products(graph) and makes_session(job.model, as_it_is):
+            _EXACT[key] = IN_FLOAT
+    return _EXACT[key]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
