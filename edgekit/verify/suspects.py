@@ -15,6 +15,7 @@ from onnx import numpy_helper
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
+from edgekit.devices.bundled import OF_THIS_MACHINE
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.local.host import ARCH_SOCS
 from edgekit.devices.process.run import find_exact_sums
@@ -141,7 +142,8 @@ def list_traps(bundle: Bundle, run: DeviceRun, job: Job) -> Iterator[str]:
     own = run.evidence in {Evidence.EMULATED, Evidence.SAME_EP, Evidence.SIMULATOR}
     on_host = own and not run.device.startswith("arm64")
     older = run.device == "host:haswell"
-    here = bool(read_cpu_flags()) and may_saturate() and not find_exact_sums(job)
+    provider = CPU_PROVIDER if run.device in OF_THIS_MACHINE else job.target.provider
+    here = bool(read_cpu_flags()) and may_saturate() and not find_exact_sums(job, provider)
     if on_host and (older or here) and has_large_weights(job.model):
         where = "the emulated CPU" if older else "this machine's CPU"
         remedy = "verify on Arm" if job.target.is_for_phones else "run here with session.x64quantprecision = 1"

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from tiny_models import parse_net
 
 from edgekit import machine
-from edgekit._ort import EXACT_SUMS, IN_FLOAT, CpuSession, Level, SessionSettings, makes_session
+from edgekit._ort import CPU_PROVIDER, EXACT_SUMS, IN_FLOAT, CpuSession, Level, SessionSettings, makes_session
 from edgekit.convert.convert import Source, write_ort_form
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.data.samples import Samples
@@ -103,17 +103,19 @@ def test_a_device_of_this_machine_adds_exactly_for_phones_alone(
 ) -> None:
     model, shared = save(tmp_path / "m.onnx"), save(tmp_path / "shared.onnx", second="wz")
     for target in ("cpu", "xnnpack", "nnapi", "qnn"):
-        assert find_exact_sums(make_job(model, target)) == EXACT_SUMS
-        assert find_exact_sums(make_job(shared, target)) == IN_FLOAT
+        assert find_exact_sums(make_job(model, target), CPU_PROVIDER) == EXACT_SUMS
+        assert find_exact_sums(make_job(shared, target), CPU_PROVIDER) == IN_FLOAT
+    # NNAPI sees the graph that it gets in an app.
+    assert not find_exact_sums(make_job(shared, "nnapi"), "NnapiExecutionProvider")
     for job in (
         make_job(model, "cpu", arch="x64-vnni"),
         make_job(model, "openvino"),
         make_job(save_form(tmp_path / "integers.onnx", SIGNED), "cpu"),
         msgspec.structs.replace(make_job(model, "cpu"), model=tmp_path / "m.ort"),
     ):
-        assert not find_exact_sums(job)
+        assert not find_exact_sums(job, CPU_PROVIDER)
     monkeypatch.setattr(machine, "read_cpu_flags", lambda: VNNI)
-    assert not find_exact_sums(make_job(model, "cpu"))
+    assert not find_exact_sums(make_job(model, "cpu"), CPU_PROVIDER)
 
 
 @pytest.mark.usefixtures("saturating")
@@ -130,9 +132,9 @@ def test_a_file_is_opened_once_to_see_whether_its_sums_can_be_exact(
     monkeypatch.setattr("edgekit.devices.process.run._EXACT", {})
     # The same file in the folder of each run, and then another one.
     copies = [Path(shutil.copy(model, tmp_path / name)) for name in ("a.onnx", "b.onnx")]
-    assert [find_exact_sums(make_job(copy, "xnnpack")) for copy in copies] == [EXACT_SUMS] * 2
+    assert [find_exact_sums(make_job(copy, "xnnpack"), CPU_PROVIDER) for copy in copies] == [EXACT_SUMS] * 2
     shared = save(tmp_path / "c.onnx", second="wz")
-    assert find_exact_sums(make_job(shared, "xnnpack")) == IN_FLOAT
+    assert find_exact_sums(make_job(shared, "xnnpack"), CPU_PROVIDER) == IN_FLOAT
     # It is opened as it is too: what is refused so is refused on a phone.
     assert opened == [copies[0], shared, shared]
 

@@ -46,12 +46,13 @@ _EXACT: dict[tuple[object, ...], Mapping[str, str]] = {}
 _MAX_VERSIONS = 32
 
 
-def find_exact_sums(job: Job) -> Mapping[str, str]:
+def find_exact_sums(job: Job, provider: str) -> Mapping[str, str]:
     """Returns the session config entries with which this CPU adds products of 8 bits as a phone's does.
 
     These are `EXACT_SUMS`, or `IN_FLOAT` where ONNX Runtime makes no session with them because nodes share a constant
     or its zero point. There are none where this CPU is exact anyway; for a target on PCs, whose CPU may saturate as
-    this one does; and where a QLinearMatMul multiplies s8 by s8, which neither changes.
+    this one does; and where a QLinearMatMul multiplies s8 by s8, which neither changes. Nor is a session of another
+    provider than the CPU's made `IN_FLOAT`: ONNX Runtime would give that provider another graph than in an app.
     """
     target = job.target
     is_for_pcs = not target.is_for_phones or target.settings.get("arch", "").startswith("x64")
@@ -68,7 +69,7 @@ def find_exact_sums(job: Job) -> Mapping[str, str]:
         as_it_is = SessionSettings(config={PRECISE: "0"}, libraries=job.custom_ops)
         if not is_exact and not has_integer_products(graph) and makes_session(job.model, as_it_is):
             _EXACT[key] = IN_FLOAT
-    return _EXACT[key]
+    return {} if _EXACT[key] == IN_FLOAT and provider != CPU_PROVIDER else _EXACT[key]
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +146,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -
 def stand_in(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -> exchange.RunnerJob:
     """Returns the job for a program on this machine, whose CPU computes what that of a phone will."""
     request = describe_job(job, provider=provider, **changes)
-    return msgspec.structs.replace(request, session_config={**request.session_config, **find_exact_sums(job)})
+    return msgspec.structs.replace(request, session_config={**request.session_config, **find_exact_sums(job, provider)})
 
 
 class _Answer(msgspec.Struct, kw_only=True):
