@@ -163,6 +163,15 @@ def test_what_only_multiplies_zeros_does_not_widen_the_range_of_a_constant(tmp_p
     assert "step" not in plan.ranges
 
 
+def test_the_range_of_a_constant_that_multiplies_known_ends_is_its_own(tmp_path: Path) -> None:
+    """A reader of captchas weighs the letters of a Sigmoid: it has the ends 0 and 1 in all channels."""
+    text = """g (float[1,4] x) => (float[1,16] y) <float[4] weight = {1, 2, 3, 4}>
+        { c = Sigmoid(x) s = Mul(c, weight) y = MatMul(s, w) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"w": (4, 16)})
+    _, plan = plan_model(model, tmp_path, "qnn", random_samples(model, 8))
+    assert "weight" not in plan.ranges
+
+
 def test_what_pads_a_tensor_in_16_bits_has_16_too(tmp_path: Path) -> None:
     # QNN's provider refuses a value of another width; one of zero is left out before (`plain-pad`).
     text = (

@@ -133,7 +133,8 @@ class ActivationStatistics:
         extremes, found = self._channel_extremes(), dict[str, TensorRange]()
         for name, tensor in self._augmented.factors.items():
             live, numbers = np.any(extremes[tensor], axis=0), graph.weight(name).reshape(-1)
-            kept = numbers[live]
+            # Ends that the operator tells, as those of a Sigmoid, are one for all channels.
+            kept = numbers if live.all() else numbers[live]
             if kept.size and np.abs(kept).max() < np.abs(numbers).max():
                 found[name] = TensorRange(low=float(kept.min()), high=float(kept.max()))
         return found
