@@ -306,7 +306,8 @@ def _find_cut(case: Case, *, ends: bool) -> Iterator[Finding]:
     refused = {node.name for node in case.nodes if not node.taken}
     cut, names = _divide(graph, refused, ends=ends)
     # Infinite scores, such as those of a mask, have no range: no calibration takes them as an output.
-    while ends and (unfit := find_infinite_tensors(graph).intersection(names)):
+    infinite = find_infinite_tensors(graph) if ends else frozenset[str]()
+    while unfit := infinite.intersection(names):
         refused.update(graph.producers[name].name for name in unfit)
         cut, names = _divide(graph, refused, ends=ends)
     macs = {node.name: node.macs for node in case.nodes}

@@ -224,7 +224,8 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     shown = propagate_quantization(graph)
     clips, biases = minor >= book.units.clip_from_ort_minor, minor >= book.units.bias_from_ort_minor
     units = group_units(shown, selectors if book.units.qdq else None, absorb_clips=clips, fits_bias=biases)
-    units = tuple(narrow_operands(unit, shown, book.provider.narrowed) for unit in units)
+    if book.provider.narrowed:
+        units = tuple(narrow_operands(unit, shown, book.provider.narrowed) for unit in units)
     refusals = [
         (Refusal(reason=blocked, fatal=book.provider.alone),)
         if blocked

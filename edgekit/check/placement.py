@@ -69,7 +69,8 @@ def _find_broken(
     graph: Graph, units: Sequence[Unit], partitions: Sequence[int | None], placing: Placing
 ) -> Iterator[tuple[int, str]]:
     """Yields the units that the provider claims and then cannot build."""
-    yield from _find_crossing(graph, units, partitions, placing)
+    if placing.inside_only:
+        yield from _find_crossing(graph, units, partitions, placing)
     # NNAPI's model_builder.cc, GetAllQuantizedOpInputs.
     made = {
         name: partitions[at]
