@@ -91,7 +91,7 @@ def test_a_bias_that_nodes_share_has_a_scale_for_each(tmp_path: Path) -> None:
 NORM = "g (float[1,4,8] x) => (float[1,4,8] y) { h = LayerNormalization(x, gain, shift) y = MatMul(h, eye) }"
 
 
-@pytest.mark.parametrize(("target", "step"), [("qnn", 12 / 255), ("cpu", None)])
+@pytest.mark.parametrize(("target", "step"), [("qnn", 12 / 255), ("cpu", None), ("xnnpack", None)])
 def test_the_gain_of_a_normalization_has_all_255_steps_on_qnn(target: str, step: float | None, tmp_path: Path) -> None:
     gain = np.ones(8, np.float32)
     gain[3] = 12
