@@ -1,9 +1,9 @@
 """Examines a phone over adb: its chip, libraries and drivers, and what would prevent a session in an app.
 
-The table `_SIGNS` lists for each fault how it is recognised, its symptom, its cause and its fix.
+`findings.toml` lists the faults with their symptoms, causes and fixes, `_TOLD_BY` how each is recognised.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from edgekit.devices.process.run import last_line
 from edgekit.devices.remote.remote import AdbDevice
 from edgekit.devices.remote.store import ask
 from edgekit.errors import DeviceError
+from edgekit.serialize import read_own_toml
 from edgekit.target import load_target
 
 Level = Literal["fault", "warning"]
@@ -23,9 +24,6 @@ _PROPERTIES = {
     "api_level": "ro.build.version.sdk", "soc": "ro.soc.model", "maker": "ro.soc.manufacturer",
     "platform": "ro.board.platform",
 }  # fmt: skip
-# Qualcomm's library that reaches the NPU, and Android's list of the vendor libraries that apps may load.
-_RPC = "libcdsprpc.so"
-_PUBLIC = "/vendor/etc/public.libraries.txt"
 _PROBES = Path(__file__).parent / "probes.sh"
 
 
@@ -85,60 +83,20 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
-_MANIFEST = f'<uses-native-library android:name="{_RPC}" android:required="false"/>'
-_SIGNS: tuple[tuple[Callable[[PhoneFacts], bool], Finding], ...] = (
-    (lambda f: f.abi != "arm64-v8a", Finding(
-        "abi", "fault", "the app's libraries are not found",
-        "its ABI is '{abi}', and the libraries of QNN are for arm64-v8a alone", "build for cpu or xnnpack there",
-    )),
-    (lambda f: _number(f.page_size) > 4096, Finding(
-        "pages", "warning", "a library is refused as it is loaded (dlopen)",
-        "its pages have {page_size} bytes, and a library aligned to 4,096 does not fit them",
-        "link every library with -Wl,-z,max-page-size=16384, as NDK r28 does by itself",
-    )),
-    (lambda f: not _is_qualcomm(f), Finding(
-        "chip", "fault", "QNN creates no device",
-        "its chip is '{soc}' of '{maker}', not Qualcomm's", "use a bundle for nnapi, xnnpack or cpu there",
-    )),
-    (lambda f: _is_qualcomm(f) and not f.rpc, Finding(
-        "rpc", "fault", "QNN creates no device",
-        f"{_RPC}, which reaches the NPU, is not there", "the system image lacks it: use xnnpack or cpu there",
-    )),
-    (lambda f: bool(f.rpc and f.lists) and not f.public, Finding(
-        "rpc-public", "fault", "QNN creates no device in an app",
-        f"{_PUBLIC} does not list {_RPC}, so that an app may not load it", "use xnnpack or cpu there",
-    )),
-    (lambda f: bool(f.public) and _number(f.api_level) >= 31, Finding(
-        "rpc-manifest", "warning",
-        "QNN creates no device in an app, though a program of adb's user reaches the NPU",
-        "since Android 12 an app loads a vendor's library only if its manifest asks for it",
-        f"in AndroidManifest.xml: {_MANIFEST}",
-    )),
-    (lambda f: bool(f.rpc) and not f.rpc_device, Finding(
-        "rpc-device", "fault", "QNN creates no device",
-        "the kernel offers no way to the NPU (/dev/fastrpc-cdsp)", "use xnnpack or cpu there",
-    )),
-    (lambda f: 0 < _number(f.htp) < 68, Finding(
-        "old-npu", "fault", "everything runs on the CPU, and nothing says so",
-        "its NPU is v{htp}, and QNN's HTP backend begins with v68", "use xnnpack or cpu there",
-    )),
-    (lambda f: bool(f.htp) and f"V{f.htp}Skel" not in f.skels, Finding(
-        "skel", "warning",
-        "QNN creates no device: the skel is not found",
-        "libQnnHtpV{htp}Skel.so lies in no folder of the system: an app must bring it",
-        "put libQnnHtpV{htp}Skel.so and libQnnHtpV{htp}Stub.so into jniLibs/arm64-v8a, and ADSP_LIBRARY_PATH on it",
-    )),
-    (lambda f: _number(f.api_level) < 27 or not f.nnapi, Finding(
-        "nnapi", "warning", "NNAPI cannot be loaded",
-        "Android API {api_level} has no libneuralnetworks.so where apps look", "build for xnnpack or cpu there",
-    )),
-    (lambda f: bool(f.nnapi) and not f.nnapi_drivers, Finding(
-        "nnapi-driver", "warning",
-        "NNAPI runs everything on the CPU, and nothing says so",
-        "no vendor's driver is registered: nnapi-reference alone is left",
-        "use xnnpack there, or refuse the CPU: NNAPI_FLAG_CPU_DISABLED",
-    )),
-)  # fmt: skip
+_TOLD_BY: Mapping[str, Callable[[PhoneFacts], bool]] = {
+    "abi": lambda f: f.abi != "arm64-v8a",
+    "pages": lambda f: _number(f.page_size) > 4096,
+    "chip": lambda f: not _is_qualcomm(f),
+    "rpc": lambda f: _is_qualcomm(f) and not f.rpc,
+    "rpc-public": lambda f: bool(f.rpc and f.lists) and not f.public,
+    "rpc-manifest": lambda f: bool(f.public) and _number(f.api_level) >= 31,
+    "rpc-device": lambda f: bool(f.rpc) and not f.rpc_device,
+    "old-npu": lambda f: 0 < _number(f.htp) < 68,
+    "skel": lambda f: bool(f.htp) and f"V{f.htp}Skel" not in f.skels,
+    "nnapi": lambda f: _number(f.api_level) < 27 or not f.nnapi,
+    "nnapi-driver": lambda f: bool(f.nnapi) and not f.nnapi_drivers,
+}
+_FINDINGS = read_own_toml(Path(__file__).parent / "findings.toml", dict[str, tuple[Finding, ...]])["findings"]
 
 
 def examine_phone(phone: AdbDevice) -> PhoneReport:
@@ -171,6 +129,6 @@ def read_facts(output: str) -> PhoneFacts:
 def judge_facts(facts: PhoneFacts) -> tuple[Finding, ...]:
     """Returns the problems of a phone, faults first."""
     values = {name: getattr(facts, name) or "unknown" for name in facts.__struct_fields__}
-    found = sorted((sign for matches, sign in _SIGNS if matches(facts)), key=lambda sign: sign.level != "fault")
-    texts = [(sign, sign.cause.format_map(values), sign.fix.format_map(values)) for sign in found]
-    return tuple(msgspec.structs.replace(sign, cause=cause, fix=fix) for sign, cause, fix in texts)
+    found = sorted((each for each in _FINDINGS if _TOLD_BY[each.id](facts)), key=lambda each: each.level != "fault")
+    texts = [(each, each.cause.format_map(values), each.fix.format_map(values)) for each in found]
+    return tuple(msgspec.structs.replace(each, cause=cause, fix=fix) for each, cause, fix in texts)
