@@ -16,9 +16,9 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from edgekit.errors import BundleError, OutputError, UsageError
+from edgekit.errors import BundleError, OutputError, UsageError, reading, reraised
 from edgekit.machine import find_module
-from edgekit.serialize import ready_type
+from edgekit.serialize import UNDECODABLE, ready_type
 
 fcntl = find_module("fcntl")
 
@@ -435,7 +435,8 @@ def read_state(path: Path, key: Mapping[str, str], kind: type[_T]) -> _T | None:
     if not path.exists():
         return None
     hint = f"remove '{path}' or name another file"
-    try:
+    malformed = UsageError(f"'{path}' is no state of a search", hint=hint)
+    with reading(f"the state '{path}'", UsageError, hint), reraised(UNDECODABLE, malformed, quote=True):
         with open_regular(path) as stream:
             state = msgspec.json.decode(stream.read(_MAX_STATE_BYTES), type=ready_type(_State))
         if other := [name for name in key if state.key.get(name) != key[name]]:
@@ -443,7 +444,3 @@ def read_state(path: Path, key: Mapping[str, str], kind: type[_T]) -> _T | None:
         if state.sha256 != digest_bytes(bytes(state.done)):
             raise UsageError(f"'{path}' was changed after it was written", hint=hint)
         return msgspec.json.decode(state.done, type=ready_type(kind))
-    except OSError as error:
-        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error

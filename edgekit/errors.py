@@ -93,6 +93,15 @@ def reraised(
         raise error from fault
 
 
+@contextlib.contextmanager
+def reading(what: str, kind: type[EdgekitError], hint: str) -> Generator[None]:
+    """Raises an error of the given kind, with the system's reason, if the block cannot read `what`: an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot read {what}: {error.strerror}", hint=hint) from error
+
+
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, ValueError, ModelError, RuntimeRefusal, DeviceError)
 """The exceptions after which an optional step is left out: numbers that it cannot compute with (numpy's LinAlgError is
 a ValueError), or a model that ONNX Runtime or a device refuses. Errors that the user must mend are not among them."""

@@ -20,6 +20,8 @@ _T = TypeVar("_T")
 _MOST_TOML_BYTES = 1 << 20
 _SHELL_PIPES = Path("/dev/fd")
 _READING, _READ = threading.Lock(), set[Any]()
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on JSON that is damaged, does not fit its type, or is nested too deep."""
 
 
 def ready_type(kind: type[_T]) -> type[_T]:

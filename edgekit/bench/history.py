@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from edgekit.bench.bench import BenchReport, BenchRun
-from edgekit.errors import DataError, OutputError, quote_error
+from edgekit.errors import DataError, OutputError, quote_error, reraised
 from edgekit.machine import describe_machine
-from edgekit.serialize import ready_type, to_json
+from edgekit.serialize import UNDECODABLE, ready_type, to_json
 
 _VERSION = 1
 _RowT = TypeVar("_RowT")
@@ -97,13 +97,11 @@ class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
             rows = connection.execute(" ".join(words), tuple(values)).fetchall()
         found: list[_RowT] = []
         for row in rows:
-            try:
+            malformed = DataError(f"{self.noun} {row[0]} of '{path}' is malformed", hint="use another history file")
+            with reraised((*UNDECODABLE, ValueError), malformed, quote=True):
                 fields = {**dict(zip(names, row, strict=True)), "report": msgspec.json.decode(str(row[-1]))}
                 # SQLite has no type for truth values: they are the integers 0 and 1.
                 found.append(msgspec.convert(fields, ready_type(self.kind), strict=False))
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                said = f"{self.noun} {row[0]} of '{path}' is malformed: {error}"
-                raise DataError(said, hint="use another history file") from error
         return tuple(found)
 
     def find_last(self, path: Path, **values: object) -> _RowT | None:

@@ -19,7 +19,7 @@ import msgspec
 
 from edgekit import _files
 from edgekit.bundle.checks import find_fault, find_unsafe, iterate_files
-from edgekit.errors import BundleError, OutputError, reraised
+from edgekit.errors import BundleError, OutputError, reading, reraised
 
 # zipfile reads the whole list of files at once; 10,000 names, the most that `Limits` lets pass, take about a megabyte.
 _MAX_DIRECTORY_BYTES = 8 << 20
@@ -247,13 +247,9 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
             encrypted file, an unsafe name, or two files whose names differ only in case or Unicode form.
         OutputError: `out` cannot be written.
     """
-    try:
-        with path.open("rb") as file:
-            # The kind is found from the content: "PK" of a local header or of an empty zip, or "ustar" at byte 257.
-            head = file.read(tarfile.BLOCKSIZE)
-    except OSError as error:
-        words = f"cannot read '{path}': {error.strerror}"
-        raise BundleError(words, hint="give a bundle's folder or archive") from error
+    with reading(f"'{path}'", BundleError, "give a bundle's folder or archive"), path.open("rb") as file:
+        # The kind is found from the content: "PK" of a local header or of an empty zip, or "ustar" at byte 257.
+        head = file.read(tarfile.BLOCKSIZE)
     is_zip = head[:4] in {b"PK\x03\x04", b"PK\x05\x06"}
     if not is_zip and head[257:262] != b"ustar":
         if path.suffix in {".onnx", ".ort"}:

@@ -22,9 +22,9 @@ from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signatur
 from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import find_needed_ort
-from edgekit.errors import BundleError, ModelError, OutputError, reraised
+from edgekit.errors import BundleError, ModelError, OutputError, reading, reraised
 from edgekit.model.model import list_external
-from edgekit.serialize import ready_type
+from edgekit.serialize import UNDECODABLE, ready_type
 from edgekit.target import Form, Target, read_version
 
 MANIFEST, CHECK, TARGET, LAYERS, VERIFY, GOLDEN, APP = (
@@ -279,7 +279,7 @@ def read_fact(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
     Raises:
         BundleError: it is missing or malformed.
     """
-    file, bad = bundle.folder / name, (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError)
+    file, bad = bundle.folder / name, (*UNDECODABLE, OSError)
     with reraised(bad, BundleError(f"'{file}' is malformed", hint="build the bundle again"), quote=True):
         return msgspec.json.decode(file.read_bytes(), type=ready_type(kind))
 
@@ -323,19 +323,15 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
     """Yields a file in chunks; at the end raises a BundleError if its digest is not that of the manifest."""
     entry = bundle.manifest.files.get(name)
     digest = hashlib.sha256()
-    try:
-        # Opened without following links, and read once: the digested bytes are those that are copied.
-        with _files.open_regular(_files.safe_join(bundle.folder, name)) as source:
-            # Reading stops one chunk after the stated size, so that a file that grows meanwhile gets a wrong digest.
-            while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
-                digest.update(chunk)
-                yield chunk
-    except OSError as error:
-        reason = f"cannot read {name!r} of bundle '{bundle.folder}': {error.strerror}"
-        raise BundleError(reason, hint="build the bundle again") from error
+    what, hint = f"{name!r} of bundle '{bundle.folder}'", "build the bundle again"
+    # Opened without following links, and read once: the digested bytes are those that are copied.
+    with reading(what, BundleError, hint), _files.open_regular(_files.safe_join(bundle.folder, name)) as source:
+        # Reading stops one chunk after the stated size, so that a file that grows meanwhile gets a wrong digest.
+        while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
+            digest.update(chunk)
+            yield chunk
     if entry is None or digest.hexdigest() != entry.sha256:
-        words = f"{name!r} of bundle '{bundle.folder}' was altered after it was opened"
-        raise BundleError(words, hint="build the bundle again")
+        raise BundleError(f"{what} was altered after it was opened", hint=hint)
 
 
 _HINT = "build it again, or fetch it again"

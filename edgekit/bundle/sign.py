@@ -14,7 +14,7 @@ import msgspec
 from edgekit._files import digest_bytes, write_file, write_new
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.manifest import decode_json, decode_strictly, encode_json
-from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError, reraised
+from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError, reading, reraised
 from edgekit.machine import spell_install
 
 SIGNATURE = "signature.json"
@@ -283,18 +283,15 @@ def _load_key(path: Path, half: Literal["public", "private"]) -> tuple[Any, str]
     (serialization, ed25519), is_public = _load_library(), half == "public"
     from cryptography.exceptions import InternalError, UnsupportedAlgorithm  # noqa: PLC0415 - an optional extra
 
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES)
+    with reading(f"the {half} key '{path}'", UsageError, _KEY_HINT), path.open("rb") as file:
+        data = file.read(_MAX_BYTES)
+    malformed = UsageError(f"'{path}' is no {half} key in PEM without a password", hint=_KEY_HINT)
+    with reraised((ValueError, TypeError, InternalError, UnsupportedAlgorithm), malformed):
         key: Any = (
             serialization.load_pem_public_key(data)
             if is_public
             else serialization.load_pem_private_key(data, password=None)
         )
-    except OSError as error:
-        raise UsageError(f"cannot read the {half} key '{path}': {error.strerror}", hint=_KEY_HINT) from error
-    except (ValueError, TypeError, InternalError, UnsupportedAlgorithm) as error:
-        raise UsageError(f"'{path}' is no {half} key in PEM without a password", hint=_KEY_HINT) from error
     if not isinstance(key, ed25519.Ed25519PublicKey if is_public else ed25519.Ed25519PrivateKey):
         raise UsageError(f"'{path}' is no Ed25519 {half} key", hint=_KEY_HINT)
     encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo

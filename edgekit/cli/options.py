@@ -14,7 +14,7 @@ from edgekit.bench.subject import Opening
 from edgekit.cli.declare import Argument, From, Option, number
 from edgekit.data.images import load_preprocess
 from edgekit.devices.find import DeviceChoice
-from edgekit.errors import UsageError, require_known
+from edgekit.errors import UsageError, require_known, reraised
 from edgekit.model.model import load_model
 from edgekit.model.state import MOST_STEPS, State
 from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
@@ -68,11 +68,9 @@ def _parse_size(option: str, name: str, value: str) -> int:
 
 
 def _parse_number(option: str, name: str, text: str) -> float:
-    try:
+    wrong = UsageError(f"{option} {name}={text}: '{text}' is no number", hint=f"for example {_EXAMPLES[option]}")
+    with reraised(ValueError, wrong):
         return int(text) if text.lstrip("-").isdigit() else float(text)
-    except ValueError as error:
-        hint = f"for example {_EXAMPLES[option]}"
-        raise UsageError(f"{option} {name}={text}: '{text}' is no number", hint=hint) from error
 
 
 def name_values(help_text: str, metavar: str, words: str = "", parse_one: _Parse | None = None) -> Option:

@@ -37,11 +37,9 @@ def load_function(source: str, what: str) -> Callable[..., Any]:
     module, _, name = source.partition(":")
     if "" not in sys.path:
         sys.path.append("")  # last, so that no file of the working folder replaces an installed module
-    try:
+    unloaded = UsageError(f"cannot load {what} '{source}'", hint="module:function, importable from here")
+    with reraised(Exception, unloaded, quote=True):  # the user's own code may raise anything
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the user's own code may raise anything
-        message = f"cannot load {what} '{source}': {quote_error(error)}"
-        raise UsageError(message, hint="module:function, importable from here") from error
     return found
 
 

@@ -16,7 +16,7 @@ from edgekit.data.data_check import FEW_SAMPLES, SampleFacts, check_samples, ref
 from edgekit.data.images import Preprocess
 from edgekit.data.npz import MALFORMED, open_npy
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_sequences
-from edgekit.errors import DataError, reraised
+from edgekit.errors import DataError, reading, reraised
 from edgekit.model.state import State, first_state
 from edgekit.model.tensors import Array, TensorSpec
 from edgekit.serialize import ready_type
@@ -83,14 +83,11 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
     if kind == "class":
         return read_labels(path, samples)
     read, hint = _FORMS[kind]
-    try:
+    malformed = DataError(f"'{path}' is malformed", hint=hint)
+    with reraised(MALFORMED, malformed, quote=True), reading(f"labels '{path}'", DataError, hint):
         if path.stat().st_size > _MAX_BYTES:
             raise DataError(f"'{path}' has more than {_MAX_BYTES} bytes of labels", hint="verify with fewer samples")
         labels = read(path)
-    except OSError as error:
-        raise DataError(f"cannot read labels '{path}': {error.strerror}", hint=hint) from error
-    except MALFORMED as error:
-        raise DataError(f"'{path}' is malformed: {error}", hint=hint) from error
     if len(labels) != samples.count:
         message = f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'"
         raise DataError(message, hint=hint)

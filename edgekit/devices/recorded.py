@@ -20,10 +20,10 @@ from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.device import Count, Device, DeviceRun, Job, Measured, Milliseconds, PlacedNode, WrappedDevice
 from edgekit.devices.process import exchange
-from edgekit.errors import DataError, DeviceError, reraised
+from edgekit.errors import DataError, DeviceError, reading, reraised
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
-from edgekit.serialize import fill, ready_type
+from edgekit.serialize import UNDECODABLE, fill, ready_type
 
 # The order in which samples run is part of the format, because the digest of the inputs depends on it.
 _FORMAT = "edgekit-run-2"
@@ -218,8 +218,7 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
 
 
 def _decode(line: bytes, kind: type[_T], path: Path) -> _T:
-    bad = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-    with reraised(bad, DataError(f"'{path}' is no recorded run", hint=_HINT), quote=True):
+    with reraised(UNDECODABLE, DataError(f"'{path}' is no recorded run", hint=_HINT), quote=True):
         return msgspec.json.decode(line, type=ready_type(kind))
 
 
@@ -235,10 +234,8 @@ def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path |
 
 
 def _open(path: Path) -> IO[bytes]:
-    try:
+    with reading(f"'{path}'", DataError, _HINT):
         return open_regular(path)
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}", hint=_HINT) from error
 
 
 def _take_lines(file: IO[bytes]) -> tuple[bytes, bytes]:

@@ -16,8 +16,8 @@ import msgspec
 from edgekit._files import open_regular
 from edgekit.devices.process.exchange import MAX_TRACE_BYTES
 from edgekit.devices.process.run import MAX_LOG, printable
-from edgekit.errors import DeviceError
-from edgekit.serialize import ready_type
+from edgekit.errors import DeviceError, reading, reraised
+from edgekit.serialize import UNDECODABLE, ready_type
 
 KERNEL = "_kernel_time"
 
@@ -121,11 +121,8 @@ def read_profile(path: Path, max_bytes: int, hint: str) -> bytes:
     Raises:
         DeviceError: it cannot be read (with the given hint), or is larger than `max_bytes`.
     """
-    try:
-        with open_regular(path) as stream:
-            data = stream.read(max_bytes + 1)
-    except OSError as error:
-        raise DeviceError(f"cannot read '{path.name}': {error.strerror}", hint=hint) from error
+    with reading(f"'{path.name}'", DeviceError, hint), open_regular(path) as stream:
+        data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise DeviceError(f"the profile is larger than {max_bytes} bytes", hint="profile fewer runs: --runs 5")
     return data
@@ -137,11 +134,9 @@ def decode_trace(data: bytes) -> Trace:
     Raises:
         DeviceError: it is no trace.
     """
-    try:
+    hint = "names of nodes that hold quotation marks break the profiler's file: edgekit inspect MODEL"
+    with reraised(UNDECODABLE, DeviceError("the profile is malformed", hint=hint), quote=True):
         events = msgspec.json.decode(data, type=ready_type(list[_Event]))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        hint = "names of nodes that hold quotation marks break the profiler's file: edgekit inspect MODEL"
-        raise DeviceError(f"the profile is malformed: {error}", hint=hint) from error
     session = {event.name: event.dur / 1e3 for event in events if event.cat == _SESSION}
     runs = sorted((event for event in events if (event.cat, event.name) == (_SESSION, _RUN)), key=attrgetter("ts"))
     kernels = [event for event in events if event.cat == _NODE and event.name.endswith(KERNEL)]

@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError, reading, reraised, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -17,7 +17,7 @@ from edgekit.quantize.mixed_precision.candidates import find_float_constants
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.qdq import plan_calibration, plan_graph
 from edgekit.quantize.ranges import RANGE_METHODS
-from edgekit.serialize import ready_type
+from edgekit.serialize import UNDECODABLE, ready_type
 from edgekit.target import Target
 
 MAX_PLAN_BYTES = 1 << 26
@@ -37,13 +37,11 @@ def read_plan(path: Path) -> QuantPlan:
     Raises:
         UsageError: the file cannot be read or holds no plan.
     """
-    try:
-        with path.open("rb") as stream:
-            return msgspec.json.decode(stream.read(MAX_PLAN_BYTES), type=ready_type(QuantPlan))
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--plan takes a .json file") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no plan: {error}", hint="make one: edgekit quantize --plan-only") from error
+    malformed = UsageError(f"'{path}' is no plan", hint="make one: edgekit quantize --plan-only")
+    with reading(f"'{path}'", UsageError, "--plan takes a .json file"), path.open("rb") as stream:
+        data = stream.read(MAX_PLAN_BYTES)
+    with reraised(UNDECODABLE, malformed, quote=True):
+        return msgspec.json.decode(data, type=ready_type(QuantPlan))
 
 
 def require_origin(plan: QuantPlan, model: Model, samples_sha256: str, target: Target) -> None:

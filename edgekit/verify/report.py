@@ -11,9 +11,9 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
-from edgekit.errors import DataError
+from edgekit.errors import DataError, reading, reraised
 from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
-from edgekit.serialize import NotebookPage, fill, ready_type, to_json
+from edgekit.serialize import UNDECODABLE, NotebookPage, fill, ready_type, to_json
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport, name_first_bad
 from edgekit.verify.run_report import RunReport
@@ -211,16 +211,13 @@ def read_facts(path: Path, kind: type[_Report]) -> _Report:
     Raises:
         DataError: the file is missing or malformed.
     """
-    try:
-        with open_regular(path) as file:
-            data = file.read(_MAX_REPORT_BYTES + 1)
-        if len(data) > _MAX_REPORT_BYTES:
-            raise DataError(f"'{path}' has more than {_MAX_REPORT_BYTES} bytes", hint="edgekit verify BUNDLE writes it")
+    hint = "edgekit verify BUNDLE writes it"
+    with reading(f"'{path}'", DataError, hint), open_regular(path) as file:
+        data = file.read(_MAX_REPORT_BYTES + 1)
+    if len(data) > _MAX_REPORT_BYTES:
+        raise DataError(f"'{path}' has more than {_MAX_REPORT_BYTES} bytes", hint=hint)
+    with reraised(UNDECODABLE, DataError(f"'{path}' is malformed", hint=f"{hint} again"), quote=True):
         return msgspec.json.decode(data, type=ready_type(kind))
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}", hint="edgekit verify BUNDLE writes it") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"'{path}' is malformed: {error}", hint="edgekit verify BUNDLE writes it again") from error
 
 
 def read_known(bundle: Bundle) -> VerifyReport | None:

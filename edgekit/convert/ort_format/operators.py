@@ -33,14 +33,11 @@ def list_type_entries(models: Sequence[Path]) -> dict[tuple[str, str], str]:
     tool: Any = importlib.import_module("onnxruntime.tools.ort_format_model")
     manager, operators = tool.OperatorTypeUsageManager(), dict[str, dict[int, set[str]]]()
     for model in models:
-        try:
-            with warnings.catch_warnings():
-                # The tool leaves the file open until it is garbage-collected.
-                warnings.simplefilter("ignore", ResourceWarning)
-                tool.OrtFormatModelProcessor(str(model), operators, manager).process()
-        except _FAILURES as error:
-            words = f"ONNX Runtime's tool finds no types in '{model}': {error}"
-            raise ModelError(words, hint="leave --types out") from error
+        unread = ModelError(f"ONNX Runtime's tool finds no types in '{model}'", hint="leave --types out")
+        # The tool leaves the file open until it is garbage-collected.
+        quiet = warnings.catch_warnings(action="ignore", category=ResourceWarning)
+        with reraised(_FAILURES, unread, quote=True), quiet:
+            tool.OrtFormatModelProcessor(str(model), operators, manager).process()
     found = {(domain, op) for domain, opsets in operators.items() for ops in opsets.values() for op in ops}
     entries = {(domain, op): manager.get_config_entry(domain, op) for domain, op in sorted(found)}
     return {key: entry for key, entry in entries.items() if entry}

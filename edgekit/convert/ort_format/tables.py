@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
-from edgekit.errors import ModelError
+from edgekit.errors import ModelError, reading
 from edgekit.serialize import ready_type
 
 
@@ -171,12 +171,8 @@ def open_tables(path: Path) -> Generator[TableFile]:
     Raises:
         ModelError: the file is missing, cut off, altered, or no ORT-format file.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    except OSError as error:
-        raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .ort file") from error
+    with reading(f"'{path}'", ModelError, "give the path of an .ort file"), path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     yield TableFile(memoryview(data), str(path))
 
 

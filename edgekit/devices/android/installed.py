@@ -158,24 +158,23 @@ def unpack_archive(given: Path | None, folder: Path, work: Path, progress: Progr
         (archive,) = fetch_members(work, {_MEMBER: LOADER.pinned_sha256}, instead=LOADER.option)
     if not archive.is_file():
         raise UsageError(f"there is no file '{archive}'", hint="--library onnxruntime-android-VERSION.aar")
-    try:
-        with zipfile.ZipFile(archive) as file:
-            sizes = {info.filename: info.file_size for info in file.infolist()}
-            if sum(sizes.values()) > MAX_BYTES:
-                raise DeviceError(f"'{archive}' unpacks to more than a GiB", hint="give ONNX Runtime's own archive")
-            if not (found := [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]):
-                libraries = (name.split("/") for name in sizes if re.fullmatch(rf"jni/.*/{LIBRARY}", name))
-                has = ", ".join(sorted(words[1] for words in libraries))
-                message = f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}"
-                hint = "give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar"
-                raise DeviceError(message, hint=hint)
-            kept = {name: folder / name.removeprefix("jni/") for name in sizes if _KEPT.fullmatch(name)}
-            kept |= {f"jni/{abi}/{LIBRARY}": folder / abi / LIBRARY for abi in found}
-            for name, path in kept.items():
-                with file.open(name) as member:
-                    write_member(member, path)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise DeviceError(f"'{archive}' is no whole .aar: {error}", hint="fetch it again") from error
+    damage = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
+    damaged = DeviceError(f"'{archive}' is no whole .aar", hint="fetch it again")
+    with reraised(damage, damaged, quote=True), zipfile.ZipFile(archive) as file:
+        sizes = {info.filename: info.file_size for info in file.infolist()}
+        if sum(sizes.values()) > MAX_BYTES:
+            raise DeviceError(f"'{archive}' unpacks to more than a GiB", hint="give ONNX Runtime's own archive")
+        if not (found := [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]):
+            libraries = (name.split("/") for name in sizes if re.fullmatch(rf"jni/.*/{LIBRARY}", name))
+            has = ", ".join(sorted(words[1] for words in libraries))
+            message = f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}"
+            hint = "give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar"
+            raise DeviceError(message, hint=hint)
+        kept = {name: folder / name.removeprefix("jni/") for name in sizes if _KEPT.fullmatch(name)}
+        kept |= {f"jni/{abi}/{LIBRARY}": folder / abi / LIBRARY for abi in found}
+        for name, path in kept.items():
+            with file.open(name) as member:
+                write_member(member, path)
     imports, version = dict[str, tuple[str, ...]](), ""
     for abi in found:
         elf = read_library(folder / abi / LIBRARY)

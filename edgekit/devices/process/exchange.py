@@ -21,7 +21,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import Count, Measured, PlacedNode, RunOptions
 from edgekit.errors import DeviceError, reraised
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
-from edgekit.serialize import ready_type
+from edgekit.serialize import UNDECODABLE, ready_type
 from edgekit.target import ChainedProvider
 
 # Limits for what comes back, checked before it is parsed or stored; numpy allowed at most 32 axes until 2.0.
@@ -97,7 +97,7 @@ def decode_run(data: bytes) -> RunnerResult:
         raise _malformed(Path("run.json"), f"it is larger than {MAX_RESULT_BYTES} bytes")
     try:
         return _RESULT.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise _malformed(Path("run.json"), str(error)) from error
 
 
@@ -178,7 +178,7 @@ def read_tensors(path: Path, specs: Sequence[TensorSpec]) -> dict[str, Array]:
                 value = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
             else:
                 wrong = _malformed(path, f"the strings of '{entry.name}' are wrong")
-                with reraised((msgspec.DecodeError, UnicodeDecodeError), wrong, quote=True):
+                with reraised(UNDECODABLE, wrong, quote=True):
                     value = np.array(msgspec.json.decode(data, type=ready_type(list[str])), dtype=object)
                 if value.size != math.prod(entry.shape):
                     raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
@@ -190,7 +190,7 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
     # Without a newline, the header is longer than allowed, or cut off.
     if not line.endswith(b"\n"):
         raise _malformed(path, "its header has no end")
-    with reraised((msgspec.DecodeError, UnicodeDecodeError), _malformed(path, "its header is wrong"), quote=True):
+    with reraised(UNDECODABLE, _malformed(path, "its header is wrong"), quote=True):
         entries = _HEADER.decode(line)
     names = [entry.name for entry in entries]
     expected = [spec.name for spec in specs]
