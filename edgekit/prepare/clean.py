@@ -80,6 +80,19 @@ def write_features(writer: Writer) -> None:
     writer.add("Gather", [name, indices], axis=max(1, rank - 1))
 
 
+@node_rewrite("shaped-labels", {"LabelEncoder"}, since=_BROADCASTING)
+def state_shapes_of_labels(writer: Writer) -> None:
+    """Gives what a LabelEncoder of ai.onnx.ml 1 makes the shape of its input, by a Reshape.
+
+    ONNX infers this shape since version 2 alone, and no provider takes nodes whose shapes are unknown.
+    """
+    node, graph = writer.node, writer.graph
+    need("classes_strings" in node.attributes)
+    need(node.output[0] in graph.outputs or any(each.op_type != "Reshape" for each in graph.readers(node.output[0])))
+    labels = writer.add(node.op_type, [writer.x], "labels", domain=node.domain, **node.attributes)
+    writer.add("Reshape", [labels, writer.add("Shape", [writer.x], "shape")])
+
+
 @node_rewrite("spread-scalar", {"Add", "Mul"}, since=_BROADCASTING)
 def spread_scalars(writer: Writer) -> None:
     """Writes a number that scales or shifts the result of a Conv as one number for each channel.
@@ -496,7 +509,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
-    for rewrite in (write_scalers, write_features, spread_scalars, list_axes):
+    for rewrite in (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes):
         rewrite(proto.graph, read_opset(proto))
     drop_idle_nodes(proto.graph)
 

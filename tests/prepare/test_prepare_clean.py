@@ -76,6 +76,14 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ArgMax Reshape Reshape Gather Gather Gather",
         {"imports": ', "ai.onnx.ml" : 1'},
     ),
+    "labels that have the shape of their input": (
+        """g (int64[2,3] i) => (float[?,?] y) <float[3,1] w = {1,2,3}>
+        { s = ai.onnx.ml.LabelEncoder<classes_strings = ["a", "b"]>(i)
+        n = ai.onnx.ml.LabelEncoder<classes_strings = ["b"], default_int64 = 4>(s) f = Cast<to=1>(n)
+        y = MatMul(f, w) }""",
+        "LabelEncoder Reshape LabelEncoder Reshape Cast MatMul",
+        {"imports": ', "ai.onnx.ml" : 1'},
+    ),
     # OnnxMLTools wrote what ONNX had as a preview, and ONNX Runtime's CPU still has it.
     **{
         f"a preview with {crop}": (
