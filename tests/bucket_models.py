@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
-from onnx import numpy_helper, parser
+from tiny_models import parse_net
 
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, PrecisionChoice, Recipe
@@ -30,11 +30,11 @@ LENGTHS = (3, 4, 5, 7, 8, 2, 10, 11, 12, 1, 6, 9)
 
 def write_net(folder: Path, pool: str = "masked") -> Path:
     rng = np.random.default_rng(0)
-    model = parser.parse_model(NET.format(pool=POOLS[pool]))
-    for name, shape in WEIGHTS.items():
-        values = rng.normal(size=shape) * (5 if name == "table" else 1) / np.sqrt(shape[0])
-        model.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
-    onnx.save(model, str(folder / "net.onnx"))
+    weights = {
+        name: (rng.normal(size=shape) * (5 if name == "table" else 1) / np.sqrt(shape[0])).astype(np.float32)
+        for name, shape in WEIGHTS.items()
+    }
+    onnx.save(parse_net(NET.format(pool=POOLS[pool]), weights), str(folder / "net.onnx"))
     return folder / "net.onnx"
 
 

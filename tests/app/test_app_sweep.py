@@ -33,11 +33,19 @@ data = { source = "samples.npz" }
 [models.two]
 path = "two.onnx"
 data = { source = "samples.npz" }
+"""
+UNVERIFIED = """
 [targets.cpu]
 precision = "fp32"
 [verify]
 enabled = false
 """
+TEXT += UNVERIFIED
+GROUP = f"""
+[groups.talk]
+path = "talk.toml"
+data = {{ source = "talk.npz" }}
+{UNVERIFIED}"""
 
 
 @pytest.fixture
@@ -49,17 +57,6 @@ def folder(tmp_path: Path) -> Path:
     np.savez(tmp_path / "samples.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
     (tmp_path / "edgekit.toml").write_text(TEXT)
     return tmp_path
-
-
-GROUP = """
-[groups.talk]
-path = "talk.toml"
-data = { source = "talk.npz" }
-[targets.cpu]
-precision = "fp32"
-[verify]
-enabled = false
-"""
 
 
 def _app(folder: Path, **sweep: Any) -> App:

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from tiny_models import parse_net
 
@@ -33,17 +32,17 @@ X = np.random.default_rng(1).normal(size=(4, 64)).astype(np.float32)
 def save(path: Path, kind: str = "uint8", second: str = "wz2") -> Path:
     """Writes two MatMuls with weights up to 127, of which pairs of products exceed 16 bits."""
     zero = 128 if kind == "uint8" else 0
+    rng = np.random.default_rng(0)
+    shapes = {"w": (64, 32), "v": (32, 8)}
     proto = parse_net(
         f"""(float[4,64] x) => (float[4,8] y)
         <float s = {{0.02}}, float t = {{0.3}}, {kind} z = {{{zero}}}, float ws = {{0.01}}, int8 wz = {{0}},
          int8 wz2 = {{0}}> {{
           q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) wd = DequantizeLinear(w, ws, wz) m = MatMul(d, wd)
           n = QuantizeLinear(m, t, z) e = DequantizeLinear(n, t, z) vd = DequantizeLinear(v, ws, {second})
-          o = MatMul(e, vd) p = QuantizeLinear(o, t, z) y = DequantizeLinear(p, t, z) }}"""
+          o = MatMul(e, vd) p = QuantizeLinear(o, t, z) y = DequantizeLinear(p, t, z) }}""",
+        {name: rng.integers(-127, 127, shape).astype(np.int8) for name, shape in shapes.items()},
     )
-    rng = np.random.default_rng(0)
-    for name, shape in {"w": (64, 32), "v": (32, 8)}.items():
-        proto.graph.initializer.append(numpy_helper.from_array(rng.integers(-127, 127, shape).astype(np.int8), name))
     onnx.save(proto, str(path))
     return path
 
@@ -154,12 +153,9 @@ TIED = """(float[4,64] x) => (float[4,64] y)
 
 
 def save_form(path: Path, text: str) -> Path:
-    proto = parse_net(text)
-    # The reference of ONNX has a DequantizeLinear from here on.
-    proto.opset_import[0].version = 19
     weights = np.random.default_rng(0).integers(-127, 127, (64, 64 if text == TIED else 32)).astype(np.int8)
-    proto.graph.initializer.append(numpy_helper.from_array(weights, "w"))
-    onnx.save(proto, str(path))
+    # The reference of ONNX has a DequantizeLinear from this opset on.
+    onnx.save(parse_net(text, {"w": weights}, opset=19), str(path))
     return path
 
 

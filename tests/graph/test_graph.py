@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_net, save_net
 
 from edgekit.errors import ModelError
@@ -23,7 +23,7 @@ from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model
 from edgekit.verify.layers.matching import sort_nodes
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
+CONTRIB = ', "com.microsoft" : 1'
 BODIES = """(float[2] x, bool c) => (float[2] y) {
     a = Relu(x)
     b = Abs(x)
@@ -35,7 +35,7 @@ BODIES = """(float[2] x, bool c) => (float[2] y) {
 
 
 def view(text: str) -> Graph:
-    return view_model(infer_model(parser.parse_model(f"{HEAD} {text}")))
+    return view_model(infer_model(parse_net(text, imports=CONTRIB)))
 
 
 def test_a_window_that_begins_behind_the_input_makes_no_element() -> None:
@@ -126,9 +126,7 @@ def test_what_is_known_of_readers_constants_and_activations_is_told_apart() -> N
 
 
 def external_model(path: Path, value: Array) -> onnx.ModelProto:
-    proto = parser.parse_model('<ir_version: 10, opset_import: ["" : 21]> g () => (y) { y = Identity(w) }')
-    stored = {"before": np.ones(3, np.float32), "w": value}
-    proto.graph.initializer.extend(numpy_helper.from_array(each, name) for name, each in stored.items())
+    proto = parse_net("() => (y) { y = Identity(w) }", {"before": np.ones(3, np.float32), "w": value})
     onnx.save(proto, path, save_as_external_data=True, location="data", size_threshold=0)
     return onnx.load(path, load_external_data=False)
 
@@ -151,9 +149,8 @@ def test_an_external_scalar_and_an_empty_tensor_are_read(tmp_path: Path) -> None
 
 def test_inference_leaves_weights_and_what_lies_around_them_as_they_are() -> None:
     text = "(float[1,32,8,8] x) => (float y) { c = Conv(x, w) y = com.microsoft.Gelu(c) }"
-    proto = parser.parse_model(f"{HEAD} {text}")
+    proto = parse_net(text, {"w": np.zeros((64, 32, 8, 8), np.float32)}, imports=CONTRIB)
     proto.graph.output[0].type.tensor_type.ClearField("shape")
-    proto.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 32, 8, 8), np.float32), "w"))
     before = proto.SerializeToString()
     inferred = infer_model(proto)
     assert proto.SerializeToString() == before
@@ -200,7 +197,7 @@ def test_a_layer_normalization_older_than_that_of_onnx_has_the_shape_of_its_inpu
 def test_contrib_nodes_in_the_body_of_a_contrib_node_stay_as_they_are() -> None:
     body = "b () => (float[2] u) { t = com.microsoft.Gelu(x) v = Abs(t) u = com.microsoft.QuickGelu(v) }"
     call = f"com.microsoft.GreedySearch <decoder = {body}> (x)"
-    proto = parser.parse_model(f"{HEAD} (float[2] x) => (y) {{ y = {call} }}")
+    proto = parse_net(f"(float[2] x) => (y) {{ y = {call} }}", imports=CONTRIB)
     assert list(infer_model(proto).graph.node) == list(proto.graph.node)
 
 
@@ -216,7 +213,7 @@ def test_bodies_see_what_lies_around_them_and_count_as_readers() -> None:
     assert "k" not in graph.constants
     assert then.producers.keys() == {"u"}
     assert view(BODIES.replace("v = Add(a, b)", "z = Relu(b) v = Add(z, z)")).captured == {"a", "b"}
-    proto = parser.parse_model(f"{HEAD} {BODIES}")
+    proto = parse_net(BODIES)
     assert list_constants(proto.graph) == {}
     assert set(list_constants(proto.graph.node[2].attribute[0].g)) == {"k"}
 
@@ -292,13 +289,11 @@ def takes(nodes: str, *, weight: float, bias: Array | float = 1.0) -> bool:
     """Asks a graph of eight filters of 3 x 3 x 3 weights that are drawn with this deviation."""
     numbers = "float big = {127.5}, float small = {0.0078125}, float two = {2.0}, float wide = {255.0}"
     constants = f"<{numbers}, float[3] three = {{1.0, 1.0, 1.0}}>"
-    graph = f"g (float[1,3,8,8] x) => (float[1,8,6,6] y) {constants} {{ {nodes} }}"
-    model = parse_net(graph)
     rng = np.random.default_rng(0)
-    weights = {"w": rng.normal(0, weight, (8, 3, 3, 3)), "b": np.broadcast_to(bias, (8,)) * rng.choice([-1.0, 1.0], 8)}
-    for name, value in weights.items():
-        model.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float32), name))
-    return takes_raw_pixels(view_model(model), "x")
+    drawn = {"w": rng.normal(0, weight, (8, 3, 3, 3)), "b": np.broadcast_to(bias, (8,)) * rng.choice([-1.0, 1.0], 8)}
+    weights = {name: value.astype(np.float32) for name, value in drawn.items()}
+    text = f"(float[1,3,8,8] x) => (float[1,8,6,6] y) {constants} {{ {nodes} }}"
+    return takes_raw_pixels(view_model(parse_net(text, weights)), "x")
 
 
 @pytest.mark.parametrize(
@@ -320,10 +315,8 @@ def test_weights_of_the_first_layer_tell() -> None:
 
 def test_numbers_that_choose_rows_of_a_table_are_no_pixels() -> None:
     """As the codes of letters that deepcut and nakdimon take as floats."""
-    text = """g (float[1,3] x) => (float[1,3,2] y) <float[300,2] table = {ZEROS}>
-      { c = Cast<to = 7>(x) y = Gather(table, c) }""".replace("ZEROS", ",".join(["0.0"] * 600))
-    model = parse_net(text)
-    assert takes_raw_pixels(view_model(model), "x")
+    text = "(float[1,3] x) => (float[1,3,2] y) { c = Cast<to = 7>(x) y = Gather(table, c) }"
+    assert takes_raw_pixels(view_model(parse_net(text, {"table": np.zeros((300, 2), np.float32)})), "x")
 
 
 # A window larger than its input, for which onnx infers a negative size: the inference of Slice ends the process on it.
@@ -383,16 +376,16 @@ def test_a_negative_size_that_data_propagation_loses_ends_no_process() -> None:
         """(float[1,2,3,2] x) => (float[a,b,c,d] y) <int64[1] low = {-4}, int64[1] high = {-2}, int64[1] three = {3},
         int64[1] zero = {0}, int64[1] two = {2}, int64[1] big = {2147483647}> {
         none = Slice(x, low, high, three) size = Shape(x) wide = Expand(none, size) e = Conv(wide, w)
-        y = Slice(e, zero, two, three) }"""
+        y = Slice(e, zero, two, three) }""",
+        {"w": np.ones((2, 2, 3, 3), np.float32)},
     )
-    proto.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2, 3, 3), np.float32), "w"))
     assert [each.op_type for each in infer_model(proto).graph.node] == [each.op_type for each in proto.graph.node]
 
 
 @pytest.mark.parametrize(("name", "shape"), [("x", (1, 1, -1, 8)), ("y", (1, 2, -1, 6))])
 def test_a_size_of_minus_one_is_an_open_one(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    proto = parse_net("(float[1,1,n,8] x) => (float[1,2,c,6] y) { e = Conv(x, w) y = Relu(e) }")
-    proto.graph.initializer.append(numpy_helper.from_array(np.ones((2, 1, 7, 3), np.float32), "w"))
+    weights = {"w": np.ones((2, 1, 7, 3), np.float32)}
+    proto = parse_net("(float[1,1,n,8] x) => (float[1,2,c,6] y) { e = Conv(x, w) y = Relu(e) }", weights)
     (stated,) = (each for each in (*proto.graph.input, *proto.graph.output) if each.name == name)
     stated.CopyFrom(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
     onnx.save(proto, tmp_path / "m.onnx")

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper, parser
+from onnx import helper
+from tiny_models import parse_net
 
 from edgekit.model.tensors import Array
 
@@ -41,9 +42,7 @@ def _hard(
     ir: int = 8, dims: dict[str, int] | None = None, **weights: Array,
 ) -> Hard:  # fmt: skip
     """A graph from onnx's text form, whose nodes are named after their outputs; `float y` is of no known shape."""
-    text = f'<ir_version: {ir}, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
-    proto = parser.parse_model(text)
-    proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    proto = parse_net(f"({inputs}) => ({outputs}) {{ {nodes} }}", weights, opset=opset, ir_version=ir)
     for node in proto.graph.node:
         node.name = node.output[0]
     for value in proto.graph.output:

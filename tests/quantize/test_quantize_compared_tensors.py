@@ -5,9 +5,8 @@ import msgspec
 import numpy as np
 import pytest
 from fixture_types import present
-from onnx import numpy_helper, parser
 from quantize_models import Units, choose_plan, make_model, make_samples, plan_model, random_samples, sqnr_db
-from tiny_models import save_net
+from tiny_models import parse_net, save_net
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.data_check import check_samples
@@ -131,14 +130,12 @@ def test_several_ratios_stand_for_their_mean_noise() -> None:
 
 @pytest.mark.parametrize(("keep", "least", "most"), [(True, 30.0, 60.0), (False, -20.0, 5.0)])
 def test_float_weights_are_judged_if_they_are_kept(tmp_path: Path, keep: bool, least: float, most: float) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
-      <float s = {0.02}, uint8 z = {128}, float t = {0.05}> {
+    text = """(float[1,4] x) => (float[1,4] y) <float s = {0.02}, uint8 z = {128}, float t = {0.05}> {
       xq = QuantizeLinear(x, s, z) xd = DequantizeLinear(xq, s, z) h = Gemm(xd, w)
       hq = QuantizeLinear(h, t, z) y = DequantizeLinear(hq, t, z) }"""
     weight, rng = np.eye(4, dtype=np.float32), np.random.default_rng(0)
     weight[0] = 1000  # what reads an input that is always 0: one step of 8 bits is 8 then, and the others are nothing
-    proto = parser.parse_model(text)
-    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    proto = parse_net(text, {"w": weight})
     rows = [np.append(0, rng.uniform(-2, 2, 3))[None].astype(np.float32) for _ in range(9)]
     held = HeldOut(9, {"y"}, ArrayFile(tmp_path / "arrays"))
     for index, row in enumerate(rows):

@@ -263,40 +263,26 @@ def test_a_step_goes_on_from_a_plan_of_its_factors(deep: tuple[Model, Calibratio
 
 
 @pytest.mark.parametrize(
-    ("drops", "chosen"),
+    ("net", "drops", "chosen"),
     [
-        ({8: 0.29, 20: 0.26, 40: 0.25}, "relieve 20"),
-        ({3: 0.29, 8: 0.26, 40: 0.25}, "relieve 8"),
-        ({8: 0.29, 20: 0.29, 40: 0.25}, "relieve 40"),
-        ({40: 0.295}, "all"),
+        # Where none may be enough, most are tried first and then fewer by bisection.
+        pytest.param("deep", {8: 0.29, 20: 0.26, 40: 0.25}, "relieve 20", id="twenty do as well as forty"),
+        pytest.param("deep", {3: 0.29, 8: 0.26, 40: 0.25}, "relieve 8", id="eight do"),
+        pytest.param("deep", {8: 0.29, 20: 0.29, 40: 0.25}, "relieve 40", id="forty are needed"),
+        pytest.param("deep", {40: 0.295}, "all", id="more hardly save anything"),
         # The worst 20 make too little of the noise to lose so little without them.
-        ({40: 0.05}, "relieve 40"),
+        pytest.param("deep", {40: 0.05}, "relieve 40", id="fewer cannot do"),
+        # Where few may be enough, twice as many are tried next.
+        pytest.param("wide", {20: 0.06, 40: 0.04}, "relieve 40", id="twice as many pay"),
+        pytest.param("wide", {20: 0.06, 40: 0.055}, "relieve 20", id="20 do as well"),
+        pytest.param("wide", {20: 0.004}, "relieve 20", id="20 meet the goal"),
     ],
-    ids=["twenty do as well as forty", "eight do", "forty are needed", "more hardly save anything", "fewer cannot do"],
 )
-def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisection(
-    deep: tuple[Model, Calibration], tmp_path: Path, drops: dict[int, float], chosen: str
+def test_so_many_tensors_get_16_bits_as_pay(
+    net: str, drops: dict[int, float], chosen: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
-    _, searched = run_search(begin_search(deep, told(steps.get), tmp_path))
-    assert [trial.step for trial in searched.trials] == [*steps]
-    assert searched.chosen.step == chosen
-
-
-@pytest.mark.parametrize(
-    ("drops", "chosen"),
-    [
-        ({20: 0.06, 40: 0.04}, "relieve 40"),
-        ({20: 0.06, 40: 0.055}, "relieve 20"),
-        ({20: 0.004}, "relieve 20"),
-    ],
-    ids=["twice as many pay", "20 do as well", "20 meet the goal"],
-)
-def test_twice_as_many_tensors_get_16_bits_where_that_pays(
-    wide: tuple[Model, Calibration], tmp_path: Path, drops: dict[int, float], chosen: str
-) -> None:
-    steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
-    _, searched = run_search(begin_search(wide, told(steps.get), tmp_path))
+    _, searched = run_search(begin_search(request.getfixturevalue(net), told(steps.get), tmp_path))
     assert [trial.step for trial in searched.trials] == [*steps]
     assert searched.chosen.step == chosen
 

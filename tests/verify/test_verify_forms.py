@@ -17,7 +17,7 @@ from fixture_types import MakeOnce, present
 from group_models import make_speech
 from msgspec.structs import replace
 from onnx import numpy_helper
-from tiny_models import save_net
+from tiny_models import parse_net, save_net
 from verify_devices import InProcess, from_list
 from verify_models import break_layer, find_weights
 
@@ -119,17 +119,16 @@ def test_a_changed_ort_file_does_not_fit_the_onnx_file_beside_it(bundle: Path, b
 
 def test_fused_kernels_may_round_what_was_quantized_before_otherwise(tmp_path: Path) -> None:
     """Its own error at the build is none, since the file itself is the reference; a step is 4 % of the output."""
-    proto = onnx.parser.parse_model(
-        """<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,8] y)
+    rng = np.random.default_rng(0)
+    proto = parse_net(
+        """(float[1,16] x) => (float[1,8] y)
         <float s = {0.05}, int8 z = {0}> {
         a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)  c = DequantizeLinear(w, s, z)  d = MatMul(b, c)
         e = QuantizeLinear(d, s, z)  f = DequantizeLinear(e, s, z)  h = Sigmoid(f)  i = QuantizeLinear(h, s, z)
         j = DequantizeLinear(i, s, z)  k = DequantizeLinear(v, s, z)  l = MatMul(j, k)
-        m = QuantizeLinear(l, s, z)  y = DequantizeLinear(m, s, z) }"""
+        m = QuantizeLinear(l, s, z)  y = DequantizeLinear(m, s, z) }""",
+        {name: rng.integers(-9, 9, shape).astype(np.int8) for name, shape in (("w", (16, 16)), ("v", (16, 8)))},
     )
-    rng = np.random.default_rng(0)
-    for name, shape in (("w", (16, 16)), ("v", (16, 8))):
-        proto.graph.initializer.append(numpy_helper.from_array(rng.integers(-9, 9, shape).astype(np.int8), name))
     onnx.save(proto, str(tmp_path / "m.onnx"))
     np.savez(tmp_path / "rows.npz", x=rng.normal(size=(32, 16)).astype(np.float32))
     data = Data(source=str(tmp_path / "rows.npz"))
