@@ -42,12 +42,14 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """An output that is judged, or the outputs of a detector's head together, with their shapes by name.
 
-    `record` takes the outputs of both models for a sample and returns what `measure` judges.
+    `record` takes the outputs of both models for a sample and returns what `measure` judges. A part that `stands_in`
+    counts in place of the one before it, which holds classes by a guess, where all samples are of one class.
     """
 
     shapes: dict[str, tuple[int, ...]]
     measure: Measure
     record: Callable[[Tensors, Tensors], Array]
+    stands_in: bool = False
 
 
 def read_head(head: Detector, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
@@ -66,11 +68,15 @@ def read_head(head: Detector, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Pa
 def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known: bool) -> tuple[Part, ...]:
     """Returns an output as a part of its own, or as two if it may hold classes or be an embedding: neither is lost.
 
-    With `is_known` the user or the graph says that it holds classes.
+    With `is_known` the user or the graph says that it holds classes. If they are a guess only, a second part with its
+    values stands in for them: a class that never changes is no evidence for classes.
     """
     readings, note = [reading], ""
-    if reading.kind == "classes" and not is_known:
+    is_guess = reading.kind == "classes" and not is_known and not reading.other
+    if is_guess:
         note = "; its numbers are taken as classes, and [outputs] of a recipe states what they are"
+        axis = min(range(1, len(shape)), key=lambda axis: (shape[axis] < 2, shape[axis]), default=0)
+        readings.append(Reading(kind="values", axis=axis))
     if reading.kind == "classes" and reading.other:
         readings.append(Reading(kind=reading.other, axis=reading.other_axis))
         note = "; it may hold classes or be an embedding, and [outputs] of a recipe states which"
@@ -81,6 +87,7 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known
             shapes={name: shape},
             measure=msgspec.structs.replace(measure, source=measure.source + note),
             record=lambda expected, found: measure.record(expected[name], found[name], reading),
+            stands_in=is_guess and reading.kind == "values",
         )
 
     return tuple(map(read_as, readings))
@@ -171,7 +178,7 @@ class Likeness:
 
     def distances(self) -> Array:
         """Returns how far the outputs of each sample moved, float64 [parts, samples], in the units of each part."""
-        return np.stack([part.measure.distances(own) for part, own in zip(self._parts, self._records, strict=True)])
+        return np.stack([self._parts[place].measure.distances(self._records[place]) for place, _ in self._counting])
 
     @cached_property
     def losses(self) -> list[tuple[Part, Loss]]:
@@ -180,10 +187,21 @@ class Likeness:
         broken = {place for each in self._samples for place in each.broken}
         if broken:
             return [(self._parts[min(broken)], Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0))]
-        if not self.is_whole:
-            return []
-        pairs = zip(self._parts, self._records, strict=True)
-        return [(part, judge_records(part.measure, records, self._steps)) for part, records in pairs]
+        return [(self._parts[place], loss) for place, loss in self._counting] if self.is_whole else []
+
+    @cached_property
+    def _counting(self) -> list[tuple[int, Loss]]:
+        """The place and the loss of each part that counts: all, but one of two if the second `stands_in`."""
+        found = list[tuple[int, Loss]]()
+        for place, (part, records) in enumerate(zip(self._parts, self._records, strict=True)):
+            if part.stands_in and not found[-1][1].is_one_answer:
+                continue
+            loss = judge_records(part.measure, records, self._steps)
+            if part.stands_in:
+                found.pop()
+                loss = msgspec.structs.replace(loss, is_one_answer=True)
+            found.append((place, loss))
+        return found
 
     def ratios(self) -> list[float]:
         """Returns the signal-to-noise ratio in dB of each float output."""

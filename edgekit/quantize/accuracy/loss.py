@@ -565,7 +565,7 @@ def _compare_all(vectors: Array) -> Array:
 
 
 _CONFIDENCE, _DIFFERENCES = "the float model's confidence", "the differences"
-ONE_ANSWER = "the float model's confidence in the one answer of all samples"
+ONE_ANSWER = "the float model's one answer for all samples"
 """The source of a drop if the float model's class is the same for all samples."""
 _PEAKS = "the highest place of each map"
 _NEIGHBOURS = "the neighbours of each sample among the others"
