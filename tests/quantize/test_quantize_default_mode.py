@@ -272,7 +272,7 @@ def test_a_step_goes_on_from_a_plan_of_its_factors(deep: tuple[Model, Calibratio
         pytest.param("deep", {40: 0.295}, "all", id="more hardly save anything"),
         # The worst 20 make too little of the noise to lose so little without them.
         pytest.param("deep", {40: 0.05}, "relieve 40", id="fewer cannot do"),
-        # Where few may be enough, twice as many are tried next.
+        # Beyond the last of the usual steps, twice as many get 16 bits where that pays.
         pytest.param("wide", {20: 0.06, 40: 0.04}, "relieve 40", id="twice as many pay"),
         pytest.param("wide", {20: 0.06, 40: 0.055}, "relieve 20", id="20 do as well"),
         pytest.param("wide", {20: 0.004}, "relieve 20", id="20 meet the goal"),
