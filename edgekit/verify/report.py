@@ -11,7 +11,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
-from edgekit.errors import DataError, reading, reraised
+from edgekit.errors import DataError, reading
 from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
 from edgekit.serialize import UNDECODABLE, NotebookPage, fill, ready_type, to_json
 from edgekit.target import Thresholds
@@ -216,8 +216,10 @@ def read_facts(path: Path, kind: type[_Report]) -> _Report:
         data = file.read(_MAX_REPORT_BYTES + 1)
     if len(data) > _MAX_REPORT_BYTES:
         raise DataError(f"'{path}' has more than {_MAX_REPORT_BYTES} bytes", hint=hint)
-    with reraised(UNDECODABLE, DataError(f"'{path}' is malformed", hint=f"{hint} again"), quote=True):
+    try:
         return msgspec.json.decode(data, type=ready_type(kind))
+    except UNDECODABLE as error:
+        raise DataError(f"'{path}' is malformed: {error}", hint=f"{hint} again") from error
 
 
 def read_known(bundle: Bundle) -> VerifyReport | None:
