@@ -213,7 +213,7 @@ def check_outputs(
 
 
 def _find_complaint(spec: TensorSpec, stated: StatedOutput) -> str:
-    if (stated.kind == "labels") != spec.dtype.startswith(("int", "uint")):
+    if (stated.kind == "labels") != spec.dtype.startswith(("int", "uint", "str")):
         return f"it is {spec.dtype}"
     if stated.axis is not None and stated.kind in {"labels", "image"}:
         return "that has no axis of classes"

@@ -15,7 +15,7 @@ from edgekit.data.intervals import wilson_interval
 from edgekit.data.samples import Samples
 from edgekit.data.sets import Label
 from edgekit.model.model import Model
-from edgekit.model.tensors import Array, OutputKind, Reading, StatedOutput, Tensors
+from edgekit.model.tensors import Array, MeasuredKind, OutputKind, Reading, StatedOutput, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES, ONE_ANSWER, find_probability, judge_records, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds, read_probabilities
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, wanted_samples
@@ -197,6 +197,27 @@ def test_whole_numbers_behind_the_classes_of_two_networks_are_answers(tmp_path: 
     assert 0.7 < equal < 1.0
     words = f"over 60 samples, {100 * equal:.1f} % of decisions the same; equal labels down by {50 * (1 - equal):.2f}"
     assert describe_prediction(found).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kind"),
+    [("string[1,4] t", "labels"), ("string[1,4] t, float[1,3,4] s", "map")],
+    ids=["texts alone", "texts beside scores"],
+)
+def test_texts_that_name_classes_are_labels_unless_scores_decide(
+    outputs: str, kind: MeasuredKind, tmp_path: Path
+) -> None:
+    text = f"""g (float[1,3,4] x) => ({outputs}) <float[1,3,1] b = {{SHIFT, 0, 0}}> {{
+        g = Add(x, b)  s = Softmax<axis = 1>(g)  c = ArgMax<axis = 1, keepdims = 0>(s)
+        t = ai.onnx.ml.LabelEncoder<keys_int64s = [0, 1, 2], values_strings = ["a", "b", "c"]>(c) }}"""
+    exact, other = (make_model(text.replace("SHIFT", each), tmp_path / f"{each}.onnx") for each in ("0", "0.4"))
+    rows = np.random.default_rng(0).normal(size=(60, 1, 3, 4)).astype(np.float32)
+    found = FloatReference(exact, make_samples([{"x": row} for row in rows])).predict_drop(other)
+    assert found.measure == MEASURES[kind].name
+    one, two = (CpuSession(model.path, SessionSettings()) for model in (exact, other))
+    equal = np.mean([one.run({"x": row})["t"] == two.run({"x": row})["t"] for row in rows])
+    assert found.top1_agreement == pytest.approx(equal)
+    assert equal < 1
 
 
 def test_values_that_are_not_finite_have_lost_everything(samples: Samples, tmp_path: Path) -> None:
@@ -616,8 +637,8 @@ def test_labels_that_change_cost_half_and_single_ones_are_not_trusted_when_they_
     judge = MEASURES["labels"].judge
     one, many = judge([np.array([0.0, 1.0])] * 20), judge([np.array([0.0, 4.0])] * 20)
     assert (one.estimate, one.interval, one.agreement) == (0, (0, wilson_interval(0, 20)[1]), 1)
-    assert (many.estimate, many.interval, many.agreement) == (0, (0, 0), 1)
-    assert judge([np.array([0.0, 1.0]), np.array([0.0, 4.0])] * 10).interval == (0, 0)
+    assert (many.estimate, many.interval, many.agreement) == (0, (0, wilson_interval(0, 80)[1]), 1)
+    assert judge([np.array([0.0, 4.0])] * 15 + [np.array([4.0, 4.0])] * 5).interval[1] > wilson_interval(20, 80)[1]
     some = judge([np.array([1.0, 1.0])] + [np.array([0.0, 1.0])] * 19)
     assert (some.estimate, some.interval[1], some.agreement) == (0.025, wilson_interval(1, 20)[1], 0.95)
 

@@ -122,6 +122,9 @@ LINES = {count: [one_hot(*[0, 1, 0] * count), one_hot(0, 2, 0)] for count in (40
         (Reading(kind="classes", axis=0), [[1, 0]], [[1, np.nan]], []),
         (Reading(kind="map", axis=0), [[[1, 5, 1, 1], [2] * 4]], [[[1, 5, 1, 3], [2] * 4]], [("places", 0.75)]),
         (Reading(kind="labels"), [[1, 2, 3, 4]], [[1, 2, 0, 0]], [("labels", 0.5)]),
+        (Reading(kind="labels"), [["a", "b"], ["c", "d"]], [["a", "b"], ["", "d"]], [("labels", 0.75)]),
+        (Reading(kind="labels"), [["a"], ["b"]], [[1], [2]], [("labels", 0)]),
+        (Reading(kind="classes"), [["a"], ["b"]], [["a"], ["b"]], []),
         (Reading(kind="sequence", axis=2), [one_hot(1, 2, 3, 1)], [one_hot(1, 2, 3, 2)], [("steps", 0.75)]),
         # The blank is 0, as in most changes: 1 2 3 became 1 3, and 2 became 1 2.
         (Reading(kind="sequence", axis=2), [one_hot(0, 1, 0, 2, 0, 0, 3, 0), one_hot(0, 0, 0, 2)],

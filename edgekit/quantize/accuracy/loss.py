@@ -365,11 +365,10 @@ def _record_labels(expected: Array, found: Array, reading: Reading) -> Array:
 def _judge_labels(records: Sequence[Array]) -> Loss:
     """Returns half of the share of labels that changed, since the float model's confidence in them is unknown."""
     table = np.stack(records)
-    changed = float(table[:, 0].sum() / table[:, 1].sum())
-    _, most = bootstrap(table, _divide)
-    if table[:, 1].max() == 1:
-        most = wilson_interval(int(table[:, 0].sum()), len(table))[1]
-    return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
+    count, total = (int(each) for each in table.sum(axis=0))
+    # The bootstrap knows that labels of a sample change together, but finds nothing where none or all of them did.
+    most = max(bootstrap(table, _divide)[1], wilson_interval(count, total)[1])
+    return Loss(estimate=_UNKNOWN_COST * count / total, interval=(0.0, most), agreement=1 - count / total)
 
 
 def record_heatmaps(expected: Array, found: Array, reading: Reading) -> Array:

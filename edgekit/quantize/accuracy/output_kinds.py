@@ -16,6 +16,8 @@ from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _WHOLE = frozenset({"bool", "int32", "int64"})
+# NumPy's kinds of texts: a string output is the name of a class, or several.
+_TEXT = "OSU"
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 # The mean of probabilities, such as those of moments of a sound, is one.
 _MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
@@ -79,9 +81,13 @@ def read_output_kinds(
     """
     raw_scores = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
     found: dict[str, Reading] = {}
+    has_numbers = any(value.dtype.kind == "f" for value in outputs[0].values())
     for name, first in outputs[0].items():
         values = [row[name] for row in outputs]
         if any(value.shape != first.shape for value in values):
+            continue
+        # A text beside scores only names the class that wins.
+        if first.dtype.kind in _TEXT and has_numbers and name not in stated:
             continue
         is_score = not _stands_beside_decisions(graph, name, outputs[0])
         guess = _guess_reading(graph, name, values, is_raw_score=name in raw_scores, is_score=is_score)
@@ -129,9 +135,9 @@ def read_probabilities(value: Array, reading: Reading, like: Array | None = None
 
 
 def read_decisions(value: Array, reading: Reading) -> Array:
-    """Returns the class with the highest score at each place, int64 [places]."""
+    """Returns the class with the highest score at each place, int64 [places], or each label, such as a text."""
     if reading.kind == "labels":
-        return np.asarray(value.astype(np.int64).reshape(-1))
+        return value.reshape(-1)
     rows = np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1)
     if says_yes_or_no(reading) or (reading.squash in {"Sigmoid", RAW} and len(rows) == 1):
         return np.asarray((rows.reshape(-1) > (0 if reading.squash == RAW else 0.5)).astype(np.int64))
@@ -186,7 +192,7 @@ def _guess_reading(
     these do not choose between the rows. Without `is_score` its numbers are no scores at all.
     """
     first, squash = values[0], find_squash(graph, name)
-    if first.dtype.kind in "iu" and _follows_from_classes(graph, name):
+    if first.dtype.kind in _TEXT or (first.dtype.kind in "iu" and _follows_from_classes(graph, name)):
         return Reading(kind="labels")
     if first.dtype.kind != "f" or not first.size or not all(np.isfinite(value).all() for value in values):
         return None

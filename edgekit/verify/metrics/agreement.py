@@ -103,7 +103,8 @@ def measure_agreement(
     """
     found: dict[str, tuple[Agreement, ...]] = {}
     for name, reading in readings.items():
-        pairs, shared = partial(_read_pairs, name, reference, got), list[Agreement]()
+        kinds = "biufOSU" if reading.kind == "labels" else "biuf"
+        pairs, shared = partial(_read_pairs, name, reference, got, kinds), list[Agreement]()
         other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
         try:
             for each in filter(None, (reading, other)):
@@ -141,17 +142,18 @@ _Pairs = Callable[[], Iterator[tuple[Array, Array]]]
 """Both sides of an output, sample by sample; they can be read several times."""
 
 
-def _read_pairs(name: str, reference: Samples, got: Samples) -> Iterator[tuple[Array, Array]]:
+def _read_pairs(name: str, reference: Samples, got: Samples, kinds: str) -> Iterator[tuple[Array, Array]]:
+    """Yields both sides of an output of one of some kinds of NumPy's data types."""
     for wanted, found in zip(reference, got, strict=False):
-        one, other = (_take(side, name) for side in (wanted, found))
+        one, other = (_take(side, name, kinds) for side in (wanted, found))
         if one.shape != other.shape or not one.size:
             raise _UnlikeError
         yield one, other
 
 
-def _take(side: Tensors, name: str) -> Array:
+def _take(side: Tensors, name: str, kinds: str) -> Array:
     value = side.get(name)
-    if value is None or value.dtype.kind not in "biuf" or not np.isfinite(value).all():
+    if value is None or value.dtype.kind not in kinds or (value.dtype.kind == "f" and not np.isfinite(value).all()):
         raise _UnlikeError
     return value
 
