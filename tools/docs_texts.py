@@ -8,6 +8,7 @@ import functools
 import importlib
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
@@ -32,6 +33,7 @@ _MAKERS = {
     "PipelineError": ("DataError", 0),
 }
 """The functions that create an error, by name: the error's class, and the position of the argument with the message."""
+_REASON = ast.Constant(": …")
 _MAX_VARIANTS = 24
 _MAX_DEPTH = 6
 
@@ -64,6 +66,10 @@ def list_messages() -> tuple[Message, ...]:
         room = parts[0] if len(parts) > 1 else ""
         has_sentences = room not in {"cli", ""} and "pages" not in parts
         found.update(dict.fromkeys(read_module(file.read_text(), room, has_sentences=has_sentences)))
+    for file in sorted(PACKAGE.rglob("findings.toml")):
+        findings = tomllib.loads(re.sub(r"\{\w+\}", _ANY, file.read_text()))["findings"]
+        texts = (text for finding in findings for text in finding.values() if _is_sentence(text))
+        found.update((Message(room=file.relative_to(PACKAGE).parts[0], text=text), None) for text in texts)
     return tuple(found)
 
 
@@ -71,7 +77,7 @@ def read_module(source: str, room: str = "", *, has_sentences: bool = True) -> l
     """Returns the errors that a module raises, then its other sentences."""
     module = _Module(ast.parse(source))
     raised = list(dict.fromkeys(_list_errors(module, room)))
-    known = {message.text for message in raised}
+    known = {text for message in raised for text in (message.text, message.text.removesuffix(": …"))}
     sentences = _list_sentences(module) if has_sentences else ()
     return [*raised, *(Message(room=room, text=text) for text in dict.fromkeys(sentences) if text not in known)]
 
@@ -95,15 +101,33 @@ def _walk_block(block: ast.Module | ast.FunctionDef) -> list[ast.AST]:
 
 def _find_raises(nodes: Sequence[ast.AST]) -> Iterator[Raised]:
     """Yields each error in a part of a module: calls with a message and a keyword `hint`."""
-    worded = dict(_list_worded(nodes))
+    worded, quoting = dict(_list_worded(nodes)), set(_list_quoting(nodes))
     for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         hint = next((given.value for given in node.keywords if given.arg == "hint"), None)
         name = getattr(node.func, "id", "") or getattr(node.func, "attr", "")
-        if hint is not None and name in _MAKERS:
+        if name == "reading":
+            what, made, hint = node.args
+            yield Raised(kind=ast.unparse(made), message=_add(ast.Constant("cannot read "), what, _REASON), hint=hint)
+        elif hint is not None and name in _MAKERS:
             kind, place = _MAKERS[name]
-            yield Raised(kind=kind, message=worded.get(id(node.args[place]), node.args[place]), hint=hint)
+            message = worded.get(id(node.args[place]), node.args[place])
+            yield Raised(kind=kind, message=_add(message, _REASON) if id(node) in quoting else message, hint=hint)
+
+
+def _add(first: ast.expr, *others: ast.expr) -> ast.expr:
+    """Returns the expression that joins texts."""
+    return functools.reduce(lambda left, right: ast.BinOp(left=left, op=ast.Add(), right=right), others, first)
+
+
+def _list_quoting(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yields the id of each error, made in place or before, that `reraised` raises with the message of its cause."""
+    bindings = _list_bindings(nodes)
+    for node in nodes:
+        if isinstance(node, ast.Call) and any(given.arg == "quote" for given in node.keywords):
+            error = node.args[1]
+            yield from map(id, bindings.get(error.id, ()) if isinstance(error, ast.Name) else [error])
 
 
 def _list_worded(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, ast.expr]]:
@@ -123,7 +147,7 @@ def _list_worded(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, ast.expr]]:
 
 def _list_errors(module: "_Module", room: str) -> Iterator[Message]:
     calls = (node for node in module.nodes if isinstance(node, ast.Call))
-    hinted = [call.lineno for call in calls if any(given.arg == "hint" for given in call.keywords)]
+    hinted = [call.lineno for call in calls if _has_hint(call)]
     for function in module.all_functions:
         if not any(function.lineno <= line <= (function.end_lineno or 0) for line in hinted):
             continue
@@ -312,10 +336,14 @@ def _is_silent(node: ast.AST) -> bool:
             return True
         case ast.Call(func=ast.Attribute(attr=name)) if name in _PATTERN_CALLS:
             return True
-        case ast.Call(keywords=keywords):
-            return any(given.arg == "hint" for given in keywords)
+        case ast.Call():
+            return _has_hint(node)
         case _:
             return False
+
+
+def _has_hint(call: ast.Call) -> bool:
+    return ast.unparse(call.func) == "reading" or any(given.arg == "hint" for given in call.keywords)
 
 
 def _is_sentence(text: str) -> bool:

@@ -95,6 +95,7 @@ def test_every_error_has_a_row() -> None:
     assert len(written) > 400
     assert {text for text in written if text.replace("|", "\\|") not in page} == set()
     assert {message.room for message in list_messages()} <= set(ROOMS)
+    assert "- `libcdsprpc.so, which reaches the NPU, is not there`" in page
 
 
 def test_what_a_command_prints_has_a_row_with_its_next_step(
@@ -134,12 +135,19 @@ def read(path, kind):
     said = _explain(path)
     words = f"'{path}' {said}"
     raise DataError(words, hint=_KINDS[kind])
+
+def load(path):
+    malformed = DataError(f"'{path}' is malformed", hint="write it again")
+    with reraised(ValueError, malformed, quote=True), reading(f"the file '{path}'", UsageError, "give another"):
+        return parse(path)
 """
     lacks = "it names the nearest valid name, or lists all of them"
     assert read_module(source) == [
         Message(room="", text="there is no kind '…'", kind="UsageError", hint=lacks),
         Message(room="", text="'…' is empty", kind="DataError", hint="one way / another way"),
         Message(room="", text="'…' is too long", kind="DataError", hint="one way / another way"),
+        Message(room="", text="'…' is malformed: …", kind="DataError", hint="write it again"),
+        Message(room="", text="cannot read the file '…': …", kind="UsageError", hint="give another"),
     ]
 
 
