@@ -257,6 +257,7 @@ def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
     [
         ({"z": "classes"}, r"\[outputs\] names 'z', which is no output of 'm.onnx'"),
         ({"y": "labels"}, r"'y' is labels, but it is float32"),
+        ({"t": "classes"}, r"'t' is classes, but it is string"),
         ({"y": "image"}, r"'y' is image, but it has 2 axes"),
         ({"x": "embedding"}, r"'x' is embedding, but it is more than one vector"),
         ({"y": StatedOutput(kind="map", axis=2)}, r"'y' is map, but it has no axis 2"),
@@ -264,11 +265,13 @@ def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
 )
 def test_a_false_kind_is_refused(tmp_path: Path, stated: dict[str, OutputKind | StatedOutput], message: str) -> None:
     text = (
-        "g (float[1,6] a) => (float[1,6] y, float[1,2,3] x)"
-        "{ y = Mul(a, a)  s = Constant<value = int64[3] {1, 2, 3}>()  x = Reshape(a, s) }"
+        "g (float[1,6] a) => (float[1,6] y, float[1,2,3] x, string[1,6] t)"
+        "{ y = Mul(a, a)  s = Constant<value = int64[3] {1, 2, 3}>()  x = Reshape(a, s)  t = Cast<to = 8>(a) }"
     )
     model = make_model(text, tmp_path / "m.onnx")
-    assert check_outputs({"y": "values"}, model.outputs, "m.onnx") == {"y": StatedOutput(kind="values")}
+    right: dict[str, OutputKind | StatedOutput] = {"y": "values", "t": "labels"}
+    kinds = {"y": StatedOutput(kind="values"), "t": StatedOutput(kind="labels")}
+    assert check_outputs(right, model.outputs, "m.onnx") == kinds
     with pytest.raises(UsageError, match=message):
         check_outputs(stated, model.outputs, "m.onnx")
 

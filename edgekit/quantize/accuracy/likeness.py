@@ -75,8 +75,7 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known
     is_guess = reading.kind == "classes" and not is_known and not reading.other
     if is_guess:
         note = "; its numbers are taken as classes, and [outputs] of a recipe states what they are"
-        axis = min(range(1, len(shape)), key=lambda axis: (shape[axis] < 2, shape[axis]), default=0)
-        readings.append(Reading(kind="values", axis=axis))
+        readings.append(Reading(kind="values", axis=reading.axis))
     if reading.kind == "classes" and reading.other:
         readings.append(Reading(kind=reading.other, axis=reading.other_axis))
         note = "; it may hold classes or be an embedding, and [outputs] of a recipe states which"
