@@ -30,15 +30,14 @@ from edgekit.verify.metrics.tensor_metrics import decibels
 from edgekit.verify.run_report import BucketReport, Drift, FileReport, SizesReport, StateReport
 
 
-class UnpaddedGolden(msgspec.Struct, frozen=True, kw_only=True):
+class UnpaddedGolden(Golden, frozen=True, kw_only=True):
     """Golden samples padded to the largest bucket, with the length that each had before.
 
-    `outputs` are what the float model gives for the samples without padding.
+    `whole` is what the float model gives for the samples without padding.
     """
 
-    golden: Golden
     lengths: tuple[int, ...]
-    outputs: Samples
+    whole: Samples
 
 
 def run_buckets(
@@ -48,12 +47,12 @@ def run_buckets(
     run: DeviceRun,
     rows: Sequence[int],
     work: Path,
-    unpadded: UnpaddedGolden | None,
+    given: UnpaddedGolden | None,
 ) -> SizesReport | None:
     """Runs the samples `rows`, each in the smallest bucket (model of one size) that it fits; None without buckets.
 
-    The samples are the golden ones, or those of `unpadded`. `job` and `run` are those of the largest bucket, which ran
-    all samples already: its outputs are cut to the samples' lengths, and it does not run again. A bucket that is the
+    The samples are the golden ones, or those `given`. `job` and `run` are those of the largest bucket, which ran all
+    samples already: its outputs are cut to the samples' lengths, and it does not run again. A bucket that is the
     smallest one for no sample runs the shorter samples.
 
     Raises:
@@ -61,15 +60,15 @@ def run_buckets(
     """
     if not (buckets := bundle.manifest.buckets) or run.failure is not None:
         return None
-    if unpadded is None:
-        golden, open_outputs = bundle.golden, free_axes(buckets.padding.outputs, bundle.golden.outputs)
-        whole, filled = load_samples(str(golden.folder.parent / UNPADDED), open_outputs), read_outputs(golden)
+    golden = given or bundle.golden
+    if given is not None:
+        whole, buckets = given.whole, msgspec.structs.replace(buckets, lengths=given.lengths)
+    else:
+        outputs = free_axes(buckets.padding.outputs, golden.outputs)
+        whole = load_samples(str(golden.folder.parent / UNPADDED), outputs)
         if whole.count != golden.samples:
             said = f"'{UNPADDED}' holds {whole.count} samples, not {golden.samples}"
             raise DataError(said, hint="build the bundle again")
-    else:
-        whole, filled = unpadded.outputs, read_outputs(unpadded.golden)
-        buckets = msgspec.structs.replace(buckets, lengths=unpadded.lengths)
     readings, folder, lengths = bundle.manifest.readings or {}, bundle.folder, buckets.lengths
 
     def compare(got: Samples, mine: Sequence[int], size: int) -> tuple[OutputReport, ...]:
@@ -85,12 +84,12 @@ def run_buckets(
         if bucket == largest:
             report = msgspec.structs.replace(report, outputs=compare(run.outputs, mine, bucket.size))
         elif mine and not isinstance(device, Recorded):
-            given = select_samples(job.samples, [rows.index(row) for row in mine])
+            inputs = select_samples(job.samples, [rows.index(row) for row in mine])
             sized = msgspec.structs.replace(
                 job,
                 model=folder / bucket.file,
                 outputs=free_axes(buckets.padding.outputs, job.outputs),
-                samples=crop_samples(buckets.padding, given, bucket.size),
+                samples=crop_samples(buckets.padding, inputs, bucket.size),
             )
             done = device.try_job(sized, work / str(bucket.size))
             came, failure = done.outputs.count, done.failure
@@ -104,7 +103,7 @@ def run_buckets(
                 crashed=done.crashed,
             )
         sizes.append(report)
-    in_largest = compare(select_samples(filled, rows), rows, largest.size)
+    in_largest = compare(select_samples(read_outputs(golden), rows), rows, largest.size)
     return SizesReport(dim=buckets.padding.dim, filled=in_largest, sizes=tuple(sizes))
 
 

@@ -44,7 +44,7 @@ from edgekit.model.state import State
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
-from edgekit.serialize import to_json
+from edgekit.serialize import fill, to_json
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.attribute import keep_attribution
 from edgekit.verify.more_runs import UnpaddedGolden
@@ -153,16 +153,15 @@ def verify_with(
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE, ragged=True)
         check_class_labels(golden)
-        unpadded = None
         if buckets:
             # The reference of each bucket is what the float model computes at the unpadded lengths.
             whole = make_golden(source, given, work / "unpadded", at_once=_AT_ONCE, ragged=True)
             lengths = tuple(buckets.padding.measure(sample) for sample in given)
-            unpadded = UnpaddedGolden(golden=golden, lengths=lengths, outputs=read_outputs(whole))
+            golden = fill(UnpaddedGolden, golden, lengths=lengths, whole=read_outputs(whole))
         report = verify_bundle(
             bundle,
             devices,
-            golden=unpadded or golden,
+            golden=golden,
             task=task,
             float_model=source.path,
             layers=layers,

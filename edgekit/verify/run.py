@@ -26,8 +26,8 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Form, TaskLimit, Verification
 from edgekit.verify import more_runs, own_model, placement, suspects
-from edgekit.verify.layers.comparison import Located, read_evidence
-from edgekit.verify.layers.on_device import LAYER_SAMPLES, look_at_layers
+from edgekit.verify.layers.comparison import LAYER_SAMPLES, Located, read_evidence
+from edgekit.verify.layers.on_device import look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_bundled, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
@@ -42,10 +42,9 @@ _MOST_KEPT_BYTES = 32 << 20
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for; `unpadded` holds the lengths of the samples in `golden`, or None if they are unknown."""
+    """What the user asked for."""
 
     golden: Golden | None
-    unpadded: more_runs.UnpaddedGolden | None
     task: TaskLimit | None
     float_model: Path | None
     layers: bool
@@ -86,7 +85,7 @@ def verify_bundle(
     bundle: Bundle,
     devices: Sequence[Device],
     *,
-    golden: Golden | more_runs.UnpaddedGolden | None = None,
+    golden: Golden | None = None,
     task: TaskLimit | None = None,
     float_model: Path | None = None,
     layers: bool = False,
@@ -113,8 +112,7 @@ def verify_bundle(
     present, skipped = find_present(devices)
 
     request = _Request(
-        golden=golden.golden if isinstance(golden, more_runs.UnpaddedGolden) else golden,
-        unpadded=golden if isinstance(golden, more_runs.UnpaddedGolden) else None,
+        golden=golden,
         task=task or bundled_task(manifest),
         float_model=float_model,
         layers=layers,
@@ -199,9 +197,9 @@ def _run_device(bundle: Bundle, device: Device, request: _Request) -> RunReport:
         report, run, by_size = _measure_run(trial), trial.run, None
         if bundle.manifest.open_dims and run.failure is None:
             by_size = more_runs.compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
-        elif request.golden is None or request.unpadded is not None:
+        elif request.golden is None or isinstance(request.golden, more_runs.UnpaddedGolden):
             # Buckets need the lengths that the samples had before padding.
-            by_size = more_runs.run_buckets(bundle, device, job, run, rows, work / "sizes", request.unpadded)
+            by_size = more_runs.run_buckets(bundle, device, job, run, rows, work / "sizes", request.golden)
         located = _look_inside(trial, device, report, work / "layers")
         return msgspec.structs.replace(
             report,
@@ -335,7 +333,8 @@ def _list_notes(trial: _Trial) -> Iterator[str]:
     # A device that ran out of time says so itself.
     if done < planned and not any(note.startswith(STOPPED) for note in trial.run.notes):
         yield f"it stopped after {done} of {planned} samples: only these were compared"
-    if trial.bundle.manifest.buckets and trial.request.golden is not None and trial.request.unpadded is None:
+    own = trial.request.golden
+    if trial.bundle.manifest.buckets and own is not None and not isinstance(own, more_runs.UnpaddedGolden):
         yield "samples of your own run in the largest size alone: the others were not judged"
     yield from trial.notes
     if trial.bundle.manifest.precision != "fp16":

@@ -53,7 +53,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.target import Target
-from edgekit.verify.layers.comparison import compare_layers, find_first_bad
+from edgekit.verify.layers.comparison import LAYER_SAMPLES, compare_layers, find_first_bad
 from edgekit.verify.layers.on_device import locate_on_device
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import weigh_output
@@ -142,7 +142,7 @@ def measure_model(name: str, form: str, kinds: str, layers: int) -> Iterator[Ans
 def measure_form(subject: Subject, form: str, faults: Mapping[str, Fault], layers: int, work: Path) -> Iterator[Answer]:
     """Yields the answers about a model in a form."""
     clean, target = deploy(subject, form, work)
-    few = select_samples(subject.judge, spread_indices(subject.judge.count, 4))
+    few = select_samples(subject.judge, spread_indices(subject.judge.count, LAYER_SAMPLES))
     reference, right = run_all(subject.prepared, subject.judge), run_all(clean, subject.judge)
     said = judge(subject, reference, right, target)
     known = f"{subject.name} {form}"

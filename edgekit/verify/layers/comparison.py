@@ -281,7 +281,7 @@ class _Comparison:
         part = _Comparison(*self._models, {layer.tensor, *region.reads})
         item = next(item for item in self._matched if item.tensor == layer.tensor)
         grid, pairs = self._grids.get(item.in_b), list[_Pair]()
-        for sample in limit_samples(samples, _SAMPLES):
+        for sample in limit_samples(samples, LAYER_SAMPLES):
             *_, reference, own = part._run(sample)
             wanted = reference[item.in_a]
             pairs.append((wanted if grid is None else grid.round_values(wanted), own[item.in_b]))
@@ -426,8 +426,8 @@ def _measure_noise(graph: Graph, region: grids.Region) -> Floats:
     return np.asarray(np.sqrt(squares))
 
 
-# The same number of samples as in tools/bench/seeded_faults.py.
-_SAMPLES = 4
+LAYER_SAMPLES = 4
+"""How many samples, spread evenly, are compared layer by layer."""
 
 
 class LayerEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -453,7 +453,7 @@ def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) 
         return LayerEvidence(note=f"the layers were not compared with the float model's: {reason}")
 
 
-def choose_layer_samples(golden: Golden, count: int = _SAMPLES) -> Samples:
+def choose_layer_samples(golden: Golden, count: int = LAYER_SAMPLES) -> Samples:
     """Returns the few samples, evenly spread, on which the tensors inside a model are compared."""
     return select_samples(read_inputs(golden), spread_indices(golden.samples, count))
 

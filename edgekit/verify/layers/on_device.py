@@ -25,6 +25,7 @@ from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.comparison import (
     INPUT,
+    LAYER_SAMPLES,
     UNSTEADY,
     LayerErrors,
     LayerReport,
@@ -42,8 +43,6 @@ _FUSED_AFTER = frozenset({
 })  # fmt: skip
 _FUSED_WITH_CONSTANT = frozenset({"Add", "Mul"})
 
-LAYER_SAMPLES = 4
-"""How many samples, spread evenly, are compared layer by layer."""
 _MOST_TENSORS = 256
 _SAME_DB, _CLOSER_DB = 40.0, 6.0
 """Outputs may change a little when inner tensors become outputs, because fusions end there: the SQNR between the two
