@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
 from fixture_types import present
 from quantize_models import make_model, make_samples, predicted
@@ -218,6 +219,20 @@ def test_texts_that_name_classes_are_labels_unless_scores_decide(
     equal = np.mean([one.run({"x": row})["t"] == two.run({"x": row})["t"] for row in rows])
     assert found.top1_agreement == pytest.approx(equal)
     assert equal < 1
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(2, "image"), (5, "values"), (7, None)], ids=["bytes", "int16", "int64"])
+def test_integers_of_few_bits_are_numbers(dtype: int, kind: MeasuredKind | None, tmp_path: Path) -> None:
+    """As pixels of a picture, which an app shows as they are; int64 may be an index or a count."""
+    text = f"""g (float[1,3,16,16] x) => ({onnx.TensorProto.DataType.Name(dtype).lower()}[1,3,16,16] y)
+      <float s = {{SHIFT}}> {{ z = Add(x, s)  r = Round(z)  y = Cast<to = {dtype}>(r) }}"""
+    exact, other = (make_model(text.replace("SHIFT", each), tmp_path / f"{each}.onnx") for each in ("0", "2"))
+    low, high = (0, 250) if dtype == 2 else (-900, 900)
+    rows = np.random.default_rng(0).uniform(low, high, (20, 1, 3, 16, 16)).astype(np.float32)
+    found = FloatReference(exact, make_samples([{"x": row} for row in rows])).predict_drop(other)
+    power = np.square(rows.round()).mean() / 4
+    assert found.measure == ("" if kind is None else MEASURES[kind].name)
+    assert found.sqnr_db == (math.inf if kind is None else pytest.approx(10 * np.log10(power), abs=0.1))
 
 
 def test_values_that_are_not_finite_have_lost_everything(samples: Samples, tmp_path: Path) -> None:

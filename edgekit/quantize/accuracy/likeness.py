@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from edgekit.model.tensors import Array, Reading, Tensors
+from edgekit.model.tensors import Array, Reading, Tensors, is_numeric
 from edgekit.quantize.accuracy import detections
 from edgekit.quantize.accuracy.head_search import Detector
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, judge_records, measure_powers, ratio_db
@@ -93,7 +93,7 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known
 
 
 class Compared(NamedTuple):
-    """The comparison of a sample: the powers of each float output and of its noise, and the record of each part.
+    """The comparison of a sample: the powers of each numeric output and of its noise, and the record of each part.
 
     Where an output has another shape, its noise is infinite and the record None. So is the record if values that are
     not finite make the part `broken`.
@@ -122,7 +122,7 @@ def compare_sample(parts: Sequence[Part], pair: Pair) -> Compared:
         records.append(part.record(pair.expected, pair.found) if is_sound else None)
     powers = dict[str, Array]()
     for name, value in pair.expected.items():
-        if value.dtype.kind == "f":
+        if is_numeric(value):
             other = pair.found.get(name)
             fits = other is not None and other.shape == value.shape
             powers[name] = measure_powers(value, pair.found[name]) if fits else np.array([0.0, np.inf])
@@ -203,7 +203,7 @@ class Likeness:
         return found
 
     def ratios(self) -> list[float]:
-        """Returns the signal-to-noise ratio in dB of each float output."""
+        """Returns the signal-to-noise ratio in dB of each numeric output."""
         powers = dict[str, Array]()
         for each in self._samples:
             for name, power in each.powers.items():

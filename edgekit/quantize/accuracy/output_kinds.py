@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
-from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, ranks_classes
+from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, ranks_classes
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
@@ -81,7 +81,7 @@ def read_output_kinds(
     """
     raw_scores = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
     found: dict[str, Reading] = {}
-    has_numbers = any(value.dtype.kind == "f" for value in outputs[0].values())
+    has_numbers = any(map(is_numeric, outputs[0].values()))
     for name, first in outputs[0].items():
         values = [row[name] for row in outputs]
         if any(value.shape != first.shape for value in values):
@@ -194,8 +194,10 @@ def _guess_reading(
     first, squash = values[0], find_squash(graph, name)
     if first.dtype.kind in _TEXT or (first.dtype.kind in "iu" and _follows_from_classes(graph, name)):
         return Reading(kind="labels")
-    if first.dtype.kind != "f" or not first.size or not all(np.isfinite(value).all() for value in values):
+    if not is_numeric(first) or not first.size or not all(np.isfinite(value).all() for value in values):
         return None
+    if first.dtype.kind != "f":
+        return _read_numbers(graph, name, values)
     if _are_heatmaps(values):
         return Reading(kind="heatmaps", axis=_map_axes(first.shape)[0])
     if not is_raw_score:
