@@ -123,7 +123,10 @@ def check_command(
     verdict = "fail" if summary.is_refused else "pass" if summary.forecast is None else summary.forecast.verdict
 
     def show() -> None:
-        for name, report in summary.targets.items():
+        oldest: dict[str, list[str]] = {}
+        for name, found in summary.targets.items():
+            oldest.setdefault(found.minimum_ort, []).append(name)
+            report = found.report
             settings = "".join(f"; {key} {value}" for key, value in report.settings.items() if value)
             integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
             crossing = f"{count_of(report.crossings, 'crossing')} of {format_bytes(report.crossing_bytes)}"
@@ -137,17 +140,13 @@ def check_command(
             show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
         for line in summary.fixed_axes:
             show_line(f"fixed axis: {line}")
-        if fates := checked.describe_fates(next(iter(summary.targets.values()))):
+        if fates := checked.describe_fates(next(iter(summary.targets.values())).report):
             show_line(fates)
         for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
             show_line(line)
-        oldest: dict[str, list[str]] = {}
-        for name, version in summary.minimum_ort.items():
-            oldest.setdefault(version, []).append(name)
         loads = (f"{version} or newer for {', '.join(oldest[version])}" for version in sorted(oldest, key=read_version))
         show_line(f"ONNX Runtime on the device: {'; '.join(loads)}")
-        chosen = checked.describe_recommendation(summary.recommended, summary.shipped, summary.assumed)
-        show_line(f"recommendation: {chosen}")
+        show_line(f"recommendation: {checked.describe_recommendation(summary)}")
         if summary.forecast is not None:
             show_line(describe_forecast(summary.forecast))
 

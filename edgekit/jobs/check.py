@@ -14,7 +14,7 @@ from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model, check_models
 from edgekit.check.macs import assume_sizes, choose_sizes
 from edgekit.check.recommend import Recommendation, ask_ort_checker, explain_no_gain, recommend_target
-from edgekit.check.report import CheckReport, Placed, Verdict, add_model_nodes, count_of, trace_model
+from edgekit.check.report import CheckReport, Verdict, add_model_nodes, count_of, trace_model
 from edgekit.data.images import Preprocess
 from edgekit.devices.find import choose_here
 from edgekit.devices.observe import Observed, observe_target
@@ -32,7 +32,7 @@ from edgekit.prepare.interface import InterfaceChanges, change_interface, remain
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq import place_unmeasured
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
-from edgekit.report.checked import CheckSummary, describe_recommendation
+from edgekit.report.checked import CheckedTarget, CheckSummary, describe_recommendation
 from edgekit.serialize import fill, ready_type, to_builtins
 from edgekit.target import INTEGERS, Precision, Target, read_version
 
@@ -98,10 +98,7 @@ def check_targets(
     recipe = choose_here(recipe)
     targets, source = load_targets(recipe), load_model(model)
     refuse_profiles(targets, source.inputs)
-    reports: dict[str, CheckReport] = {}
-    observed: dict[str, Observed | str] = {}
-    as_is: dict[str, Placed] = {}
-    built: dict[str, CheckReport] = {}
+    found: dict[str, CheckedTarget] = {}
     models: dict[str, Model] = {}
     with work_folder() as work:
         progress("prepare the model")
@@ -116,57 +113,57 @@ def check_targets(
         traced, sizes = trace_model(source, prepared, recipe.dims), choose_sizes(graph)
         graph = assume_sizes(graph, sizes)
         progress(f"check {', '.join(target.name for target in targets)}")
-        if unchanged is not None:
-            as_is = {each.target: each.placed for each in check_models(unchanged, targets, advises=False)}
-        for target, report in zip(targets, check_models(prepared, targets), strict=True):
-            reports[target.name] = add_model_nodes(report, traced)
+        shown = () if unchanged is None else check_models(unchanged, targets, advises=False)
+        as_is = {each.target: each.placed for each in shown}
+        reader = find_reader(prepared.ir_version, prepared.opsets.get("ai.onnx", 1)) or VERSION
+        for target, plain in zip(targets, check_models(prepared, targets), strict=True):
+            name, report, seen = target.name, add_model_nodes(plain, traced), None
             if observe:
-                progress(f"observe {target.name}")
-                seen = observed[target.name] = observe_target(prepared, target)
+                progress(f"observe {name}")
+                seen = observe_target(prepared, target)
                 if isinstance(seen, Observed):
-                    reports[target.name] = msgspec.structs.replace(reports[target.name], evidence=seen.evidence.value)
-        less = [target for target in targets if reports[target.name].verdict != "yes"]
+                    report = msgspec.structs.replace(report, evidence=seen.evidence.value)
+            oldest = max(target.minimum_ort, reader, key=read_version)
+            found[name] = CheckedTarget(report=report, minimum_ort=oldest, as_is=as_is.get(name), observed=seen)
+        less = [target for target in targets if found[target.name].report.verdict != "yes"]
         assumed = sizes if less else {}
         sized, assumed = _assume_sizes(source, prepared, recipe.dims, assumed, work / "sized.onnx")
         is_same = sized.sha256 == prepared.sha256
-        befores = [reports[each.name] for each in less] if is_same else check_models(sized, less)
+        befores = [found[each.name].report for each in less] if is_same else check_models(sized, less)
         for target, before in zip(less, befores, strict=True):
             shipped, models[target.name] = _check_shipped(before, sized, target, work / target.name)
-            report = reports[target.name]
-            built |= {} if read_share(shipped) == read_share(report) else {target.name: shipped}
+            report = found[target.name].report
+            built = None if read_share(shipped) == read_share(report) else shipped
             if shipped.taken == shipped.nodes:
                 # A build brings every node: there is nothing left for the user to change.
                 left = tuple(advice for advice in report.advice if advice.fix == "automatic")
-                reports[target.name] = msgspec.structs.replace(report, advice=left)
+                report = msgspec.structs.replace(report, advice=left)
+            found[target.name] = msgspec.structs.replace(found[target.name], report=report, built=built)
         floats: dict[str, str] = {}
         for target in targets:
-            if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
+            check = partial(getattr, found[target.name], "report")
+            if reason := explain_no_gain(graph, target, target.precision, check):
                 floats[target.name] = reason
-        refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
-        shipped_reports, named = reports | built, {target.name: target for target in targets}
-        chosen = recommend_target(shipped_reports, named, refused, floats)
+        refused = [name for name, each in found.items() if each.is_refused]
+        ships, named = {name: each.shipped for name, each in found.items()}, {target.name: target for target in targets}
+        chosen = recommend_target(ships, named, refused, floats)
         if refused_by is not None:
             why = f"no session of the model as it is can be made: {refused_by.hint}"
-            chosen = Recommendation(target=None, reasons=(why,), rest=tuple(reports))
+            chosen = Recommendation(target=None, reasons=(why,), rest=tuple(found))
         best = named.get(chosen.target or "")
-        if best is not None and chosen.precision in INTEGERS and shipped_reports[best.name].verdict == "yes":
+        if best is not None and chosen.precision in INTEGERS and ships[best.name].verdict == "yes":
             loss = _explain_loss(models.get(best.name, prepared), best, chosen.precision, work / "rewritten.onnx")
             chosen = msgspec.structs.replace(chosen, loss=loss)
-    reader = find_reader(prepared.ir_version, prepared.opsets.get("ai.onnx", 1)) or VERSION
     return CheckSummary(
         model=source.name,
         sha256=source.sha256,
-        targets=reports,
+        targets=found,
         recommended=chosen,
-        observed=observed,
-        as_is=as_is,
-        built=built,
         assumed=assumed,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=None if refused_by is None else refused_by.message,
         fixed_axes=find_fixed_axes(source, targets),
         forecast=forecast_goal(model, recipe, targets),
-        minimum_ort={target.name: max(target.minimum_ort, reader, key=read_version) for target in targets},
     )
 
 
@@ -308,22 +305,19 @@ def describe_share(share: TargetShare | CheckReport) -> str:
 
 def describe_checks(summary: CheckSummary) -> dict[str, Any]:
     """Returns the JSON document of a check, in which the facts about a target are in the target's object."""
-    targets = to_builtins(summary.targets)
-    for name, version in summary.minimum_ort.items():
-        targets[name]["minimum_ort"] = version
-    for name, placed in summary.as_is.items():
-        targets[name]["as_is"] = to_builtins(placed)
-    for name, report in summary.built.items():
-        targets[name]["built"] = to_builtins(read_share(report))
-    for name, seen in summary.observed.items():
-        targets[name]["observed"] = to_builtins(seen) if isinstance(seen, Observed) else None
-        if isinstance(seen, str):
-            targets[name]["not_observed"] = seen
+    targets: dict[str, Any] = {}
+    for name, found in summary.targets.items():
+        built = None if found.built is None else read_share(found.built)
+        known = {"minimum_ort": found.minimum_ort, "as_is": found.as_is, "built": built, "observed": found.observed}
+        targets[name] = to_builtins(found.report)
+        targets[name] |= {key: to_builtins(value) for key, value in known.items() if value is not None}
+        if isinstance(found.observed, str):
+            targets[name] |= {"observed": None, "not_observed": found.observed}
     document = {
         "model": summary.model,
         "sha256": summary.sha256,
         "targets": targets,
-        "recommendation": describe_recommendation(summary.recommended, summary.shipped, summary.assumed),
+        "recommendation": describe_recommendation(summary),
         "recommended": to_builtins(summary.recommended),
         "refusal": summary.refusal,
         "fixed_axes": list(summary.fixed_axes),

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -25,36 +24,50 @@ _MAX_NAMES, _MAX_OPS = 3, 8
 _DYNAMIC = re.compile(r"dimension \d+ of (?:input|output) \d+ is dynamic")
 
 
+class CheckedTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """What a target takes of a model.
+
+    `report` is the check of the prepared model; `as_is` that of the unchanged file, if a session of it can be made;
+    `built` that of the model that `build` ships, if it differs: after automatic rewrites, with sizes for all
+    dimensions. `observed` is what the real provider did with the model, if that was asked for. `minimum_ort` is the
+    oldest ONNX Runtime on the device that reads the shipped model and has the provider, "" if unknown.
+    """
+
+    report: CheckReport
+    minimum_ort: str = ""
+    as_is: Placed | None = None
+    built: CheckReport | None = None
+    observed: Observed | str | None = None
+
+    @property
+    def shipped(self) -> CheckReport:
+        """The check of the model that `build` ships."""
+        return self.built or self.report
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the real provider could not create a session."""
+        return isinstance(self.observed, Observed) and self.observed.refused
+
+
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A model checked for several targets, with the target to use.
 
-    The tables are by target. `targets` is the check of the prepared model; `as_is` that of the unchanged file, if a
-    session of it can be made; `built` that of the model that `build` ships, if it differs: after automatic rewrites,
-    with the `assumed` sizes of open dimensions. `observed` is what real providers did with the model, `ort` the result
-    of ONNX Runtime's own checker; both only if asked for. `refusal` is why ONNX Runtime cannot load the model at all.
+    `assumed` are the sizes of open dimensions with which the model that `build` ships was checked. `ort` is the result
+    of ONNX Runtime's own checker, if that was asked for. `refusal` is why ONNX Runtime cannot load the model at all.
     `fixed_axes` lists the axes that the export fixed and how to open them, unless a target wants fixed sizes.
-    `minimum_ort` is the oldest ONNX Runtime on the device that reads the shipped model and has the provider, if known.
     `forecast` is for the phones that the recipe names.
     """
 
     model: str
     sha256: str
-    targets: dict[str, CheckReport]
+    targets: dict[str, CheckedTarget]
     recommended: Recommendation
-    observed: dict[str, Observed | str] = {}
-    as_is: dict[str, Placed] = {}
-    built: dict[str, CheckReport] = {}
     assumed: dict[str, int] = {}
     ort: OrtOpinions | None = None
     refusal: str | None = None
     fixed_axes: tuple[str, ...] = ()
-    minimum_ort: dict[str, str] = {}
     forecast: ForecastReport | None = None
-
-    @property
-    def shipped(self) -> dict[str, CheckReport]:
-        """The check of the model that `build` ships, by target."""
-        return self.targets | self.built
 
     @property
     def is_refused(self) -> bool:
@@ -62,14 +75,13 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
 
         The verdict is that on the model that `build` ships, or if sizes were assumed for it, on the prepared model.
         """
-        judged = self.targets if self.assumed else self.shipped
-        refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
-        return self.refusal is not None or refused or any(report.verdict == "no" for report in judged.values())
+        judged = ((each, each.report if self.assumed else each.shipped) for each in self.targets.values())
+        return self.refusal is not None or any(each.is_refused or now.verdict == "no" for each, now in judged)
 
 
 def describe_built(summary: CheckSummary, name: str) -> Iterator[str]:
     """Yields what a provider takes of the model that `build` ships, if that differs from the prepared model."""
-    if (report := summary.built.get(name)) is not None:
+    if (report := summary.targets[name].built) is not None:
         changes = f"the automatic changes below{_describe_sizes(summary.assumed)}"
         taken = f"{describe_taken(report.placed)} in {count_of(report.partitions, 'partition')}"
         yield f"as build makes it, by {changes}: {report.verdict}; {taken}"
@@ -126,8 +138,8 @@ def list_check_remarks(summary: CheckSummary, name: str) -> Iterator[str]:
 
     Before them comes what the provider takes of the unchanged file and of the model that `build` ships, if it differs.
     """
-    report, as_is = summary.targets[name], summary.as_is.get(name)
-    now = report.placed
+    found = summary.targets[name]
+    report, as_is, now = found.report, found.as_is, found.report.placed
     if as_is is not None and (as_is.taken, as_is.nodes, as_is.partitions) != (now.taken, now.nodes, now.partitions):
         taken = f"{describe_taken(as_is)} in {count_of(as_is.partitions, 'partition')}"
         yield f"the file as it is: {taken}; the figures above are those after edgekit prepare or build"
@@ -150,8 +162,8 @@ def list_check_remarks(summary: CheckSummary, name: str) -> Iterator[str]:
         yield f"fatal: {op} {some} the session fail or its results wrong"
     yield from (f"risk: {risk}" for risk in report.risks)
     yield from list_remarks(report)
-    if name in summary.observed:
-        yield from list_observed(summary.observed[name])
+    if found.observed is not None:
+        yield from list_observed(found.observed)
     yield from (line for _, line in list_advice(report.advice))
 
 
@@ -198,18 +210,12 @@ def describe_disagreement(found: Disagreement) -> str:
     return "was predicted taken, and is not" if found.predicted else "was predicted left, and is taken"
 
 
-def describe_recommendation(
-    recommendation: Recommendation,
-    reports: Mapping[str, CheckReport],
-    assumed: Mapping[str, int] = MappingProxyType({}),
-) -> str:
-    """Returns which of the checked targets to use, how to build for it, and why, in one line.
-
-    `assumed` are sizes of open dimensions with which the reports were made.
-    """
+def describe_recommendation(summary: CheckSummary) -> str:
+    """Returns which of the checked targets to use, how to build for it, and why, in one line."""
+    recommendation = summary.recommended
     if recommendation.target is None:
         return f"none of these targets: {recommendation.reasons[0]}"
-    best = reports[recommendation.target]
+    best = summary.targets[recommendation.target].shipped
     crossings = f"{count_of(best.crossings, 'crossing')} ({format_bytes(best.crossing_bytes)})"
     how = f"; build {recommendation.precision} as {recommendation.style}" if recommendation.style else ""
     if best.wants_whole and best.verdict == "maybe" and best.taken < best.nodes:
@@ -217,22 +223,22 @@ def describe_recommendation(
         how += f", once it takes the other {left} too, since it runs whole models only"
         if any(node.op == "DynamicQuantizeLinear" for node in best.node_list):
             how += " (edgekit prepare --dequantize makes a float model of it, from which build makes integers for all)"
-    how += _describe_sizes(assumed)
+    how += _describe_sizes(summary.assumed)
     how += f"; {recommendation.loss}" if recommendation.loss else ""
-    rest = ((name, reports[name]) for name in recommendation.rest)
+    rest = ((name, summary.targets[name].shipped) for name in recommendation.rest)
     others = "; ".join(f"{name} {report.verdict}, {describe_work(report)}" for name, report in rest)
     work = f"{describe_work(best)} in {count_of(best.partitions, 'partition')} with {crossings}"
     return f"{recommendation.target}: {best.verdict}, {work}{how}" + (f" (others: {others})" if others else "")
 
 
-def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport]) -> Iterator[str]:
+def list_ort_opinions(opinions: OrtOpinions, targets: Mapping[str, CheckedTarget]) -> Iterator[str]:
     """Yields the result of ONNX Runtime's own checker, and why edgekit's check differs on the targets that it knows."""
     if opinions.failure is not None:
         yield f"ONNX Runtime's checker fails on this model: {opinions.failure}"
     for opinion in opinions.opinions:
         counted = f"{opinion.taken} of {opinion.nodes} nodes in {count_of(opinion.partitions, 'partition')}"
         yield f"ONNX Runtime's checker says {opinion.verdict} for {opinion.provider}: {counted}"
-        for report in reports.values():
+        for report in (found.report for found in targets.values()):
             if find_opinion(opinions, report) is opinion:
                 agrees = opinion.verdict == report.verdict
                 yield f"  check says {report.verdict} for {report.target}" + (", as it does" if agrees else ", because")

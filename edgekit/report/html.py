@@ -22,7 +22,7 @@ from edgekit.machine import find_module
 from edgekit.model.tensors import Array
 from edgekit.progress import Progress, say_nothing
 from edgekit.report import checked, tables, text
-from edgekit.report.checked import CheckSummary, render_check
+from edgekit.report.checked import CheckedTarget, CheckSummary, render_check
 from edgekit.report.pages import Chart, Mark, make_page
 from edgekit.report.summary import ActivationReport, BuildReport, QuantizeReport
 from edgekit.serialize import escape_controls
@@ -200,8 +200,8 @@ def render_page(
     `min_sqnr_db`, as the command judges it.
     """
     if isinstance(report, CheckReport):
-        found = {report.target: report}
-        recommended = recommend_target(found, {})
+        found = {report.target: CheckedTarget(report=report)}
+        recommended = recommend_target({report.target: report}, {})
         summary = CheckSummary(model=report.model, sha256=report.sha256, targets=found, recommended=recommended)
         return render_check(summary)
     name, given = _PAGES[type(report)], pictures or {}

@@ -22,7 +22,13 @@ from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array
 from edgekit.quantize.qdq import place_unmeasured
-from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks, render_check
+from edgekit.report.checked import (
+    CheckedTarget,
+    CheckSummary,
+    describe_recommendation,
+    list_check_remarks,
+    render_check,
+)
 from edgekit.target import load_target
 
 HOSTILE = "<script>alert(1)</script>\"'>"
@@ -108,6 +114,11 @@ def _report(target: str, *nodes: CheckedNode, crossings: int = 0) -> CheckReport
     )  # fmt: skip
 
 
+def _summarize(reports: dict[str, CheckReport], **observed: Observed | str) -> CheckSummary:
+    found = {name: CheckedTarget(report=each, observed=observed.get(name)) for name, each in reports.items()}
+    return CheckSummary(model="m", sha256="0" * 64, targets=found, recommended=recommend_target(reports, {}))
+
+
 LEFT = _node("left", taken=False, partition=None, reasons=("too odd",))
 
 
@@ -115,8 +126,7 @@ def test_most_work_in_fewest_crossings_is_recommended() -> None:
     some = _report("some", *(_node() for _ in range(9)), LEFT)
     whole, split = _report("whole", _node()), _report("split", _node(), crossings=2)
     assert recommend_target({"some": some, "split": split, "whole": whole}, {}).target == "whole"
-    reports = {"some": some, "whole": whole}
-    line = describe_recommendation(recommend_target(reports, {}), reports)
+    line = describe_recommendation(_summarize({"some": some, "whole": whole}))
     assert line == "whole: yes, 100% of MACs in 1 partition with 0 crossings (0 B) (others: some yes, 90% of MACs)"
 
 
@@ -124,16 +134,16 @@ def test_most_work_in_fewest_crossings_is_recommended() -> None:
 def test_for_a_target_of_whole_models_the_recommendation_counts_the_other_nodes(op: str) -> None:
     nodes = (*(_node(op=op) for _ in range(9)), LEFT)
     report = msgspec.structs.replace(_report("whole", *nodes), wants_whole=True)
-    line = describe_recommendation(recommend_target({"whole": report}, {}), {"whole": report})
+    line = describe_recommendation(_summarize({"whole": report}))
     assert ", once it takes the other 1 node too, since it runs whole models only" in line
     assert ("prepare --dequantize" in line) == (op != "Conv")
 
 
 def test_where_each_target_says_no_none_is_recommended() -> None:
-    reports = {"none": _report("none", LEFT)}
-    found = recommend_target(reports, {})
+    summary = _summarize({"none": _report("none", LEFT)})
+    found = summary.recommended
     assert (found.target, found.style, found.precision) == (None, None, None)
-    line = describe_recommendation(found, reports)
+    line = describe_recommendation(summary)
     assert line.startswith("none of these targets: each refuses")
     assert line.endswith("; use the CPU")
 
@@ -196,9 +206,7 @@ def test_what_was_observed_to_fail_is_not_recommended() -> None:
 
 def test_risks_fatal_nodes_and_disagreements_are_shown() -> None:
     def remark(report: CheckReport, **observed: Observed | str) -> list[str]:
-        found = recommend_target({"t": report}, {})
-        summary = CheckSummary(model="m", sha256="0", targets={"t": report}, recommended=found, observed=observed)
-        return list(list_check_remarks(summary, "t"))
+        return list(list_check_remarks(_summarize({"t": report}, **observed), "t"))
 
     report = _report("t", _node("bad", fatal=True), _node(risks=("it may fail",)))
     fatal = zip("abc", ("Conv", "Gemm", "Conv"), strict=True)
@@ -218,12 +226,9 @@ def test_the_page_escapes_what_models_say() -> None:
     advice = Advice(id="i", subject=HOSTILE, message=HOSTILE, fix="manual", gain_nodes=1)
     nodes = (_node(HOSTILE, op=HOSTILE, fatal=True, risks=(HOSTILE,)), _node(HOSTILE, taken=False, reasons=(HOSTILE,)))
     report = msgspec.structs.replace(_report(HOSTILE, *nodes), settings={HOSTILE: HOSTILE}, advice=(advice,))
-    reports = {"a": report, HOSTILE: report, "c": report}
     observed: dict[str, Observed | str] = {"a": _observed(), HOSTILE: _observed(failure=HOSTILE), "c": HOSTILE}
-    found = recommend_target(reports, {})
-    page = render_check(
-        CheckSummary(model=HOSTILE, sha256="0" * 64, targets=reports, recommended=found, observed=observed)
-    )
+    summary = _summarize(dict.fromkeys(observed, report), **observed)
+    page = render_check(msgspec.structs.replace(summary, model=HOSTILE))
     assert "<script>alert" not in page
     assert [words for words in ("alert(1)", "1 differ", "no session", "not observed") if words not in page] == []
 

@@ -120,7 +120,7 @@ def test_a_model_of_qlinear_operators_is_written_as_its_target_takes_it(tmp_path
     told = [note for note in summary.notes if note.startswith("rewritten for it: split-qlinear (1 node)")]
     assert bool(told) == (target == "xnnpack")
     # A check judges what a build makes, unless that is the file as it is.
-    assert bool(told) == bool(check_targets(path, Recipe(targets=(target,))).built)
+    assert bool(told) == bool(check_targets(path, Recipe(targets=(target,))).targets[target].built)
 
 
 @pytest.mark.parametrize(("last", "manual"), [("Relu(f)", []), ("Det(f)", ["no-builder"])])
@@ -128,7 +128,7 @@ def test_a_user_is_told_to_change_only_what_a_build_does_not(tmp_path: Path, las
     """The provider takes no integers as they are; a build writes Q and DQ around the Gather."""
     text = f"""net (int64[2] i) => (float[N,M] y) <uint8[2,2] t = {{1, 2, 3, 4}}, float s = {{0.1}}, uint8 z = {{3}}>
         {{ e = Gather(t, i) f = DequantizeLinear(e, s, z) y = {last} }}"""
-    report = check_targets(parse_model(text, tmp_path / "net.onnx"), Recipe(targets=("qnn",))).targets["qnn"]
+    report = check_targets(parse_model(text, tmp_path / "net.onnx"), Recipe(targets=("qnn",))).targets["qnn"].report
     assert "spread-quantizers" in {advice.id for advice in report.advice}
     assert sorted(advice.id for advice in report.advice if advice.fix == "manual") == manual
 

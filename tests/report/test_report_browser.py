@@ -33,7 +33,7 @@ from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.recipe import Data, Recipe
 from edgekit.report import forecasts, profiles, tables
-from edgekit.report.checked import CheckSummary, list_blocks, list_facts, render_check
+from edgekit.report.checked import CheckedTarget, CheckSummary, list_blocks, list_facts, render_check
 from edgekit.report.html import (
     Picture,
     describe_answers,
@@ -199,9 +199,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     options, data = QuantizeOptions(method="minmax", layers=True), Data(source=str(CALIBRATION))
     recipe = Recipe(targets=("nnapi",), samples=16)
     quantized = quantize_for(MODEL, data, tmp_path_factory.mktemp("q") / "q.onnx", recipe, options)
-    summary = CheckSummary(
-        model=LONG, sha256="a" * 64, targets={"coreml": check}, recommended=recommend_target({"coreml": check}, {})
-    )
+    found, chosen = {"coreml": CheckedTarget(report=check)}, recommend_target({"coreml": check}, {})
+    summary = CheckSummary(model=LONG, sha256="a" * 64, targets=found, recommended=chosen)
     full = replace(_full(), bundle=LONG)
     build = _build(bundles=(replace(_build().bundles[0], verify=full, check=check),))
     output = replace(GOOD.outputs[0], name=LONG)
@@ -325,7 +324,8 @@ def _check_of(*nodes: CheckedNode) -> CheckReport:
 def _page_of(*nodes: CheckedNode) -> str:
     report = _check_of(*nodes)
     recommended = recommend_target({"t": report}, {})
-    page = render_check(CheckSummary(model="m", sha256="0", targets={"t": report}, recommended=recommended))
+    found = {"t": CheckedTarget(report=report)}
+    page = render_check(CheckSummary(model="m", sha256="0", targets=found, recommended=recommended))
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
     return page
 
