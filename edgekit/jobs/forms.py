@@ -77,7 +77,7 @@ def convert_to_half(
             lost = f"the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for"
             if not math.isfinite(lossy.sqnr_db):
                 lost = "an output is NaN or infinite"
-            expected = f"{lossy.kept_db:.1f} dB are expected"
+            expected = f"at least {lossy.kept_db:.1f} dB are expected"
             words = f"in float32, {ends}: in half precision {lost}; now {expected}; {keeps_all}"
             notes.append(f"{count_staying(len(lossy.nodes))} {words}")
         kept += (*overflowing, *(lossy.nodes if lossy is not None else ()))

@@ -19,6 +19,7 @@ from edgekit.jobs.build import build
 from edgekit.jobs.check import check_targets
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
+from edgekit.model.tensors import Tensors
 from edgekit.prepare.constants import DISABLED, OPTIMIZER
 from edgekit.recipe import Data, Recipe
 from edgekit.report.tables import describe_quantization
@@ -146,6 +147,27 @@ def test_half_precision_is_left_only_where_a_limit_asks_for_it(tmp_path: Path) -
     assert find_lossy(model, names, samples, found.sqnr_db - 2.9) is not None
     assert find_lossy(model, ("small", "same", "back"), samples, 25.0) is None
     assert len(present(find_lossy(model, names, samples, found.kept_db + 3.1)).nodes) > 2
+
+
+def test_only_the_samples_that_lose_most_are_computed_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven samples of eight are silence, in which half precision loses nothing."""
+    feeds = [*[{"x": np.zeros_like(images()[:1])}] * 7, {"x": images()[:1]}]
+    samples = Samples(source="", count=8, read=partial(iter, feeds))
+    model, runs = load_model(parse_model(SMALL, tmp_path / "net.onnx")), list[CpuSession]()
+    run = CpuSession.run
+
+    def count_run(session: CpuSession, inputs: Tensors) -> Tensors:
+        runs.append(session)
+        return run(session, inputs)
+
+    monkeypatch.setattr(CpuSession, "run", count_run)
+    found = present(find_lossy(model, ("small", "square", "root", "same", "back"), samples, 25.0))
+    assert found.nodes == ("square", "root")
+    sessions = len({id(session) for session in runs})
+    # The float model, and half precision everywhere, for each sample; then one sample alone.
+    assert len(runs) == 8 * 2 + sessions - 2
 
 
 # A logarithm of powers, then a layer in integers.

@@ -3,7 +3,7 @@
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -97,7 +97,7 @@ _MARGIN_DB = 3.0
 class LossyNodes(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes to keep in float32, and the SQNR of the worst output.
 
-    It is `kept_db` with these nodes in float32, and `sqnr_db` with all nodes in half precision.
+    It is at least `kept_db` with these nodes in float32, and `sqnr_db` with all nodes in half precision.
     """
 
     nodes: tuple[str, ...]
@@ -110,7 +110,8 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
 
     `halved` are the nodes that would compute in half precision. The result is one contiguous run of nodes in the order
     of computation, found by two bisections: first its end, then its beginning. If half precision everywhere is enough,
-    the model is computed once, else about 2 log2(n) times. A model that is too large to imitate is not measured.
+    it is computed once for each sample, else about 2 log2(n) times more for the samples that lose most. A model that is
+    too large to imitate is not measured.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not run the model.
@@ -122,35 +123,40 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
     names, types = [node.name for node in source.graph.node if node.name in halved], find_float_types(source)
     given = [adapt_sample(sample, model) for sample in samples]
     reference, least_db = list(map(CpuSession(model.path, UNOPTIMIZED).run, given)), least_db + _MARGIN_DB
-    exact: dict[str, list[SampleErrors]] = {}
-    for each in reference:
-        _add_errors(exact, each, each)
+    exact = [_measure_floats(each, each) for each in reference]
 
-    # The bisections return to some of the runs that they measured.
-    @functools.cache
-    def measure(begin: int, end: int) -> float:
-        """Returns the SQNR in dB of the worst float output, with the nodes from `begin` to `end` kept in float32.
-
-        Errors only add up: once it is below `least_db`, no more samples are run, and the result is an upper bound.
-        """
+    def halve(begin: int, end: int) -> Callable[[int], Mapping[str, SampleErrors]]:
+        """Returns a function that measures a sample, with the nodes from `begin` to `end` kept in float32."""
         proto = onnx.ModelProto()
         proto.CopyFrom(source)
         round_to_half(proto, {*names[:begin], *names[end:]}, types)
         session = CpuSession(proto.SerializeToString(), UNOPTIMIZED)
-        errors, ratio = dict[str, list[SampleErrors]](), math.inf
-        for sample, wanted in zip(given, reference, strict=True):
-            _add_errors(errors, wanted, session.run(sample))
-            if any(error.non_finite for each in errors.values() for error in each):
-                return -math.inf
-            ratio = min((sqnr_db([*each, *exact[name][len(each) :]]) for name, each in errors.items()), default=ratio)
-            # With all nodes in half precision the ratio is told to the user.
-            if end and ratio < least_db:
-                break
-        return ratio
+        return lambda index: _measure_floats(reference[index], session.run(given[index]))
 
-    lost_db = measure(0, 0)
-    if lost_db >= least_db:
+    lost = list(map(halve(0, 0), range(len(given))))
+    if (lost_db := _find_worst_db(lost)) >= least_db:
         return None
+    worst_first = sorted(range(len(given)), key=lambda index: _find_worst_db([lost[index]]))
+
+    # The bisections return to some of the runs that they measured.
+    @functools.cache
+    def measure(begin: int, end: int) -> float:
+        """Returns the SQNR in dB of the worst output, with the nodes from `begin` to `end` kept in float32.
+
+        A sample loses at most what it loses with all nodes in half precision, as the bisections assume, and at least
+        nothing. Once these bounds lie on the same side of `least_db`, no more samples are run; the result is the bound
+        that is closer to it.
+        """
+        measure_sample, found = halve(begin, end), list[Mapping[str, SampleErrors]]()
+        most, least = math.inf, lost_db
+        for index in worst_first:
+            found.append(measure_sample(index))
+            rest = worst_first[len(found) :]
+            most, least = (_find_worst_db([*found, *(each[other] for other in rest)]) for each in (exact, lost))
+            if most < least_db or least >= least_db:
+                break
+        return most if most < least_db else least
+
     end = bisect_left(range(len(names)), x=True, key=lambda count: measure(0, count) >= least_db)
     # From the end backwards: the shortest run before `end` that is enough.
     length = bisect_left(range(end), x=True, key=lambda count: measure(end - count, end) >= least_db)
@@ -158,10 +164,16 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
     return LossyNodes(nodes=nodes, sqnr_db=lost_db, kept_db=measure(end - length, end))
 
 
-def _add_errors(errors: dict[str, list[SampleErrors]], wanted: Tensors, found: Tensors) -> None:
-    for name, value in wanted.items():
-        if value.dtype.kind == "f":
-            errors.setdefault(name, []).append(measure_errors(*align_infinities(value, found[name])))
+def _measure_floats(wanted: Tensors, found: Tensors) -> dict[str, SampleErrors]:
+    floats = {name: value for name, value in wanted.items() if value.dtype.kind == "f"}
+    return {name: measure_errors(*align_infinities(value, found[name])) for name, value in floats.items()}
+
+
+def _find_worst_db(samples: Sequence[Mapping[str, SampleErrors]]) -> float:
+    """Returns the SQNR in dB of the worst output over some samples: minus infinity if one is not finite."""
+    if any(error.non_finite for sample in samples for error in sample.values()):
+        return -math.inf
+    return min((sqnr_db([each[name] for each in samples]) for name in next(iter(samples), {})), default=math.inf)
 
 
 HALF_MIN = 2.0**-24
