@@ -190,15 +190,13 @@ def _find_dims(case: Case) -> Iterator[Finding]:
     # Sizes that values decide, such as a number of findings, cannot be given.
     if dynamic and any(spec.name_axes() for spec in read_inputs(case.graph.proto)):
         # Every unknown dimension gets the size that is used for counting work, else 1.
-        shapes = {
-            name: tuple(1 if dim is None else dim for dim in value.sizes)
+        sized = {
+            name: Value(dtype=value.dtype, shape=shape, counted=shape)
             for name, value in case.graph.values.items()
             if value.sizes is not None
+            for shape in [tuple(1 if dim is None else dim for dim in value.sizes)]
         }
-        values = {
-            name: Value(dtype=value.dtype, shape=shapes[name], counted=shapes[name]) if name in shapes else value
-            for name, value in case.graph.values.items()
-        }
+        values = {**case.graph.values, **sized}
         yield Finding(nodes=dynamic, changed=msgspec.structs.replace(case.graph, values=values))
 
 

@@ -55,8 +55,6 @@ def _is_moving(node: Node) -> bool:
 
 def _has_scalars(graph: Graph, node: Node) -> bool:
     """Returns True for a Q or DQ whose parameters are constants of one element each."""
-    if node.op_type not in {_Q, _DQ}:
-        return False
     names = [name for name in node.input[1:3] if name]
     return bool(names) and all(name in graph.constants and graph.value(name).shape in {(), (1,)} for name in names)
 
