@@ -13,6 +13,7 @@ import msgspec
 import onnx
 
 from edgekit.convert.ort_format.report import OrtNode
+from edgekit.graph.constants import MOVES
 
 FOLDED = "folded"
 """The fate of a node whose result is a constant, or is not read by any node, in the converted graph."""
@@ -29,8 +30,6 @@ _MOST_NAMED = 6
 _MOST_FOLLOWED = 2
 # Operators that compute nothing: no other node replaces them.
 _IDLE_OPS = frozenset({"Dropout", "Identity"})
-# A convolution does not replace these: they only change the shape or layout of its input.
-_MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +122,7 @@ def _judge_region(sources: Sequence[OrtNode], results: Sequence[OrtNode]) -> dic
         if (same := next((one for one in left if _bare(one.op) == _bare(node.op)), None)) is not None:
             left.remove(same)
             fates[node.index] = _short(same)
-    names = [_short(one) for one in reversed(left) if _bare(one.op) not in _LAYOUT_OPS | _MOVES]
+    names = [_short(one) for one in reversed(left) if _bare(one.op) not in _LAYOUT_OPS | MOVES]
     if names:
         unique = tuple(dict.fromkeys(names))
         rest = " + ".join(unique) if len(unique) <= _MOST_NAMED else f"{len(names)} nodes"
@@ -132,7 +131,8 @@ def _judge_region(sources: Sequence[OrtNode], results: Sequence[OrtNode]) -> dic
         # gives the last result does their work too, as when Conv and BatchNormalization became Conv.
         last = next((one for one in results if _bare(one.op) not in _LAYOUT_OPS), results[0])
         rest = GONE if sources[0].index in fates else _short(last)
-    gone = _MOVES if rest.endswith("Conv") else frozenset[str]()
+    # A convolution does not replace what only changes the shape or layout of its input.
+    gone = MOVES if rest.endswith("Conv") else frozenset[str]()
     return {node.index: fates.get(node.index, GONE if node.op in gone else rest) for node in sources}
 
 

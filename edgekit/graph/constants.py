@@ -24,6 +24,10 @@ ORT_DOMAIN = "com.microsoft"
 """The domain of ONNX Runtime's contrib operators."""
 NCHWC_DOMAIN = "com.microsoft.nchwc"
 """The operators on blocks of channels, as wide as the vectors of the processor for which a session was optimized."""
+RESHAPES = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+"""The operators that change the shape of a tensor alone."""
+MOVES = RESHAPES | {"Transpose"}
+"""The operators that move the entries of a tensor, and change none of them."""
 LAYER_NORM_SINCE = 17
 """The opset that has LayerNormalization; before, it is an operator of ONNX Runtime in ONNX's own domain."""
 # The operators that ONNX Runtime defines in ONNX's own domain, with the opset from which on onnx knows them.

@@ -31,6 +31,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import drop_unread, order_nodes, refill
 from edgekit.model.tensors import Array
@@ -44,7 +45,7 @@ NORM = "LayerNormalization"
 _MOST_8, _MOST_16, _MOST_32 = 255, 65535, 2**31 - 1
 _EVEN_NOISE = 1 / (4 * 127**2)
 # Operators between a normalization and the matrices that read it.
-_MOVING = frozenset({"Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+_MOVING = MOVES | {"Gather", "Identity", "Slice"}
 
 
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import measure_powers
@@ -29,7 +30,7 @@ from edgekit.quantize.graph.layers import sample_positions
 from edgekit.quantize.ranges import TensorRange
 
 # Operators between logits and the output that keep logits logits: they move or interpolate values.
-_ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})
+_ORDERLY = MOVES | {"Identity", "Resize", "Upsample"}
 # Operators that decide between classes, with their default axis (ONNX operators, opset 13).
 _DECIDING = {"ArgMax": 0, "LogSoftmax": -1, "Softmax": -1}
 FAITHFUL_DB = 40.0

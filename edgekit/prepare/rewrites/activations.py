@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 
 from edgekit.graph import match
-from edgekit.graph.constants import ORT_DOMAIN
+from edgekit.graph.constants import ORT_DOMAIN, RESHAPES
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import is_near, known, made_by, need
 from edgekit.graph.nhwc import find_orders
@@ -179,7 +179,7 @@ def _find_span(graph: Graph, node: Node | None) -> tuple[float, float, str] | No
 
 
 # A LeakyRelu is fused with a Concat also through an operator that only names other axes.
-_JOINING = frozenset({"Concat", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+_JOINING = RESHAPES | {"Concat"}
 # The axes [N, C, D, H, W].
 _VOLUME_AXES = 5
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, read_dequantized
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, MOVES, ORT_DOMAIN, read_dequantized
 from edgekit.graph.graph import Node, view_part
 from edgekit.graph.rewrite import rewrite
 from edgekit.model import model as models
@@ -134,7 +134,7 @@ def _keep_interface(graph: onnx.GraphProto, kind: int) -> tuple[list[onnx.NodePr
     return before, after
 
 
-MOVED = frozenset({"Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+MOVED = MOVES | {"MaxPool", "Slice"}
 """Operators past which ONNX Runtime moves Q and DQ (qdq_propagation.cc), and Flatten, which becomes a Reshape."""
 
 

@@ -168,9 +168,7 @@ def _flatten(writer: Writer, part: str, names: Sequence[str]) -> list[str]:
 
 
 # Operators that only move elements; their quantized inputs and results have the same scale.
-_MOVING = frozenset({
-    "Flatten", "Gather", "MaxPool", "Pad", "Reshape", "Resize", "Slice", "Squeeze", "Transpose", "Unsqueeze"
-})  # fmt: skip
+_MOVING = MOVED | {"Gather", "Pad", "Resize"}
 
 
 @node_rewrite("spread-quantizers", _MOVING, since=_DQ_AXIS_SINCE)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import onnx
 
+from edgekit.graph.constants import RESHAPES
 from edgekit.graph.match import known, made_by, need, reduced_axes
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.graph.spatial import Windows, find_picks, has_windows, place_windows, read_modes
@@ -84,9 +85,6 @@ def flatten_expand(writer: Writer) -> None:
     writer.reshape(writer.add("Expand", [flat, writer.ints("after", after)], "grown"), "shape", shape)
 
 
-_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
-
-
 # Sums and products, and curves that QNN computes along at most four axes.
 _ELEMENTWISE = frozenset(
     {"Add", "Div", "Elu", "Floor", "HardSwish", "Mul", "Neg", "Selu", "Softplus", "Sqrt", "Sub", "Tanh"}
@@ -128,7 +126,7 @@ def fewer_axes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     ):  # fmt: skip
         changed += replace_nodes(graph, opset, ops, write, floats=True)
     if changed:
-        replace_nodes(graph, opset, _VIEWS, view_at_once)
+        replace_nodes(graph, opset, RESHAPES, view_at_once)
     return tuple(changed)
 
 

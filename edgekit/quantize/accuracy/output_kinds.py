@@ -8,13 +8,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, ranks_classes
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
 
-_SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
+_SHAPE_OPS = MOVES | {"Identity", "Cast", "Resize"}
 _WHOLE = frozenset({"bool", "int32", "int64"})
 # NumPy's kinds of texts: a string output is the name of a class, or several.
 _TEXT = "OSU"

@@ -7,6 +7,7 @@ input, such as audio frames or pixels, holds places. The output of a normalizati
 from collections.abc import Sequence
 from typing import Literal
 
+from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph, Node
 
 Origin = Literal["weights", "places", "unknown"]
@@ -17,12 +18,11 @@ operator after it that scores do not have, such as a Tanh or a normalization, an
 _LINEAR = frozenset({"Gemm", "MatMul", "Conv", "ConvTranspose", "FusedGemm", "FusedConv", "FusedMatMul"})
 _PASSING = frozenset({"QuantizeLinear", "DequantizeLinear", "Identity", "Cast", "Dropout"})
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
-_MOVING = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool"})
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceMax"})
 # Operators that may be between a layer and the scores of classes: SqueezeNet pools after a Relu.
 _BEHIND_SCORES = (
-    _PASSING | _MOVING | _POOLS | frozenset({"ReduceMean", "Relu", "Clip", "Neg", "Resize", "Slice", "Gather"})
+    _PASSING | MOVES | _POOLS | frozenset({"ReduceMean", "Relu", "Clip", "Neg", "Resize", "Slice", "Gather"})
 )
 _CLASSIFIERS = frozenset({"LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier"})
 # Operators that compute each entry of one tensor, so that its axes stay what they are.
@@ -85,8 +85,8 @@ def find_origins(graph: Graph, name: str, room: int = _MOST_NODES) -> tuple[Orig
     elif node.op_type == "Transpose":
         order = node.entries("perm") or tuple(reversed(range(len(shape))))
         found = [origins[axis] for axis in order] if len(order) == len(origins) else None
-    elif node.op_type in _MOVING | _REDUCING | {"ArgMax", "Gather", "Split"}:
-        found = _match(source, shape, origins, is_moved=node.op_type in _MOVING)
+    elif node.op_type in MOVES | _REDUCING | {"ArgMax", "Gather", "Split"}:
+        found = _match(source, shape, origins, is_moved=node.op_type in MOVES)
     return tuple(found) if found is not None and len(found) == len(shape) else unknown
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import find_infinite_tensors
 from edgekit.model.tensors import Array
@@ -38,7 +39,7 @@ def are_raw_scores(values: Array) -> bool:
 
 
 # Operators that may lie between a compared tensor and an output.
-_SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
+_SHAPE_OPS = MOVES | {"Identity", "Cast"}
 _SELECTION_OPS = frozenset({"ArgMax", "TopK"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
 # The mean error of fewer values is mostly chance: with n values it is off by about 1 / sqrt(2 n), 12 % for 32.

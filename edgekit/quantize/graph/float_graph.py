@@ -15,7 +15,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.errors import ModelError
-from edgekit.graph.constants import lift_constants, read_array, read_dequantized
+from edgekit.graph.constants import MOVES, RESHAPES, lift_constants, read_array, read_dequantized
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
@@ -116,7 +116,7 @@ SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
 """How far below the highest score of a row a score still matters, and below the highest bias a bias."""
 
 # Operators that may lie between a mask and a Softmax: they reshape or cast the mask, and join it with the scores.
-_SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast", "Flatten"})
+_SHAPE_OPS = RESHAPES | {"Identity", "Expand", "Cast"}
 _MASKING_OPS = frozenset({"Add", "Where", "Mul", "Sub"})
 # Exporters put up to about ten nodes (Unsqueeze, Cast, Sub, Mul, Where ...) between a mask and its Softmax.
 _MOST_STEPS = 12
@@ -231,9 +231,8 @@ def _masking_nodes(graph: Graph) -> Iterator[Node]:
 STORED_GRAPH = "float.onnx"
 WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _WITH_SHIFT = frozenset({"InstanceNormalization", "LayerNormalization"})
-_RESHAPING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 # Operators whose output keeps the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
-_MOVEMENT = _RESHAPING | {"Gather", "MaxPool", "Slice", "Split"}
+_MOVEMENT = MOVES | {"Gather", "MaxPool", "Slice", "Split"}
 
 
 def read_float_graph(model: models.Model) -> Graph:
@@ -304,7 +303,7 @@ def folded_activations(graph: Graph) -> dict[str, str]:
         while name in graph.producers and len(graph.readers(name)) == 1 and name not in kept:
             folded[name] = node.output[0]
             maker = graph.producers[name]
-            name = maker.input[0] if maker.op_type in _RESHAPING else ""
+            name = maker.input[0] if maker.op_type in MOVES else ""
     return folded
 
 
