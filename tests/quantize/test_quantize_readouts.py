@@ -126,6 +126,19 @@ def test_the_mean_of_probabilities_says_yes_or_no(mean: str, tmp_path: Path) -> 
     assert read_output_kinds(plain, rows, {})["y"].kind == "values"
 
 
+@pytest.mark.parametrize(("several", "kind"), [(True, "map"), (False, "classes")])
+def test_several_classes_in_most_samples_are_answers_of_their_own(several: bool, kind: str, tmp_path: Path) -> None:
+    """A tagger whose answers were all the same failed, because another of its sure classes was highest."""
+    graph = read_float_graph(
+        make_model(
+            "g (float[1,4] x) => (float[1,6] y) { h = MatMul(x, w) y = Sigmoid(h) }", tmp_path / "m.onnx", {"w": (4, 6)}
+        )
+    )
+    rows = [np.roll([0.99, 0.98 if several else 0.01, 0.01, 0.01, 0.01, 0.01], step)[None] for step in range(6)]
+    reading = read_output_kinds(graph, [{"y": row.astype(np.float32)} for row in rows], {})["y"]
+    assert (reading.kind, reading.squash) == (kind, "Sigmoid")
+
+
 def test_the_numbers_whose_means_are_squashed_are_no_scores_themselves(tmp_path: Path) -> None:
     text = """g (float[1,6] x) => (float[1,12] z, float[1,2] y) <int64[3] s = {1, 2, 6}> {
       z = Gemm(x, w) r = Reshape(z, s) m = ReduceMean<axes=[2], keepdims=0>(r) y = Softmax(m) }"""

@@ -354,6 +354,9 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
         is_sure = is_ranking and _confidence(values, reading) * first.size > (1.15 if first.size <= 4 else 2.0)
         if not is_sure or reading.axis in places:
             return None
+        if kept and np.median([np.sum(value > 0.5) for value in values]) > 1:
+            # Most samples have several classes, such as the sounds of a scene: each is an answer of its own.
+            return msgspec.structs.replace(reading, kind="map")
         is_either = readout == "projected" and first.size >= _LEAST_EMBEDDING and not _has_winners(values)
         return msgspec.structs.replace(reading, other="embedding") if is_either else reading
     for axis in range(first.ndim):
