@@ -25,7 +25,7 @@ from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import Array, StatedOutput
 from edgekit.prepare import prepare_model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import open_float_graph
@@ -360,7 +360,9 @@ def test_a_build_with_blocks_passes_in_the_simulator(tmp_path: Path) -> None:
     model = export_bert(tmp_path / "bert.onnx", "torchscript17")
     drawn = [draw_inputs(load_model(model.path), seed) for seed in range(24)]
     np.savez(tmp_path / "d.npz", **{name: np.stack([sample[name] for sample in drawn]) for name in drawn[0]})  # type: ignore[arg-type]
-    recipe = Recipe(targets=("qnn",), settings={"blocks": "32"})
+    # Random weights give all samples one class: unless classes are stated, values count, and most weights get 8 bits.
+    outputs = {spec.name: StatedOutput(kind="classes") for spec in model.outputs}
+    recipe = Recipe(targets=("qnn",), settings={"blocks": "32"}, outputs=outputs)
     (bundle,) = build(model.path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe).bundles
     assert any("gemm-to-matmul (2 nodes)" in note for note in bundle.notes)
     assert len(products(tmp_path / "out" / "bert-qnn" / "model.onnx")) >= 4
