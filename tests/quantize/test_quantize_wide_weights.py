@@ -25,7 +25,7 @@ from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
-from edgekit.model.tensors import Array, StatedOutput
+from edgekit.model.tensors import Array, OutputKind, StatedOutput
 from edgekit.prepare import prepare_model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import open_float_graph
@@ -361,7 +361,7 @@ def test_a_build_with_blocks_passes_in_the_simulator(tmp_path: Path) -> None:
     drawn = [draw_inputs(load_model(model.path), seed) for seed in range(24)]
     np.savez(tmp_path / "d.npz", **{name: np.stack([sample[name] for sample in drawn]) for name in drawn[0]})  # type: ignore[arg-type]
     # Random weights give all samples one class: unless classes are stated, values count, and most weights get 8 bits.
-    outputs = {spec.name: StatedOutput(kind="classes") for spec in model.outputs}
+    outputs: dict[str, OutputKind | StatedOutput] = {spec.name: "classes" for spec in model.outputs}
     recipe = Recipe(targets=("qnn",), settings={"blocks": "32"}, outputs=outputs)
     (bundle,) = build(model.path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe).bundles
     assert any("gemm-to-matmul (2 nodes)" in note for note in bundle.notes)
