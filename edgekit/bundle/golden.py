@@ -31,7 +31,7 @@ from edgekit.machine import map_in_order
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, iterate_nodes
 from edgekit.model.state import State, resolve_state, run_steps
-from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, is_text
 from edgekit.serialize import ready_type
 
 
@@ -95,7 +95,7 @@ class Rows:
             raise DataError(words, hint=hint)
         for place, (name, value) in enumerate(sample.items()):
             if name not in self._columns:
-                dtype = np.dtype(np.str_) if value.dtype.kind in "UO" else value.dtype
+                dtype = np.dtype(np.str_) if is_text(value) else value.dtype
                 self._columns[name] = _Column(name=name, dtype=dtype, path=self._work / str(place))
             self._columns[name].append(value, ragged=self._ragged)
         self.count += 1
@@ -136,17 +136,17 @@ class _Column(msgspec.Struct, frozen=True, kw_only=True):
         return TensorSpec(name=self.name, dtype=_name_dtype(self.dtype), shape=tuple(dims))
 
     def append(self, value: Array, *, ragged: bool) -> None:
-        is_text = value.dtype.kind in "UO"
+        has_texts = is_text(value)
         first = self.shapes[0] if self.shapes else value.shape
         fits = len(value.shape) == len(first) if ragged else value.shape == first
-        if not fits or not (self.dtype.kind == "U" if is_text else value.dtype == self.dtype):
+        if not fits or not (self.dtype.kind == "U" if has_texts else value.dtype == self.dtype):
             spec = TensorSpec(name=self.name, dtype=_name_dtype(self.dtype), shape=first)
             index, what = len(self.shapes), "rank or type" if ragged else "shape or type"
             words = f"'{self.name}' is {value.dtype}{list(value.shape)} in sample {index}, in sample 0 [{spec}]"
             hint = f"a tensor of changing {what} cannot be kept: cut the model before it (prepare --outputs)"
             raise DataError(words, hint=hint)
         self.shapes.append(value.shape)
-        if not is_text:
+        if not has_texts:
             with self.path.open("ab") as file:
                 file.write(np.ascontiguousarray(value).tobytes())
             return

@@ -283,10 +283,10 @@ def _load_key(path: Path, half: Literal["public", "private"]) -> tuple[Any, str]
     (serialization, ed25519), is_public = _load_library(), half == "public"
     from cryptography.exceptions import InternalError, UnsupportedAlgorithm  # noqa: PLC0415 - an optional extra
 
-    with reading(f"the {half} key '{path}'", UsageError, _KEY_HINT), path.open("rb") as file:
-        data = file.read(_MAX_BYTES)
     malformed = UsageError(f"'{path}' is no {half} key in PEM without a password", hint=_KEY_HINT)
     with reraised((ValueError, TypeError, InternalError, UnsupportedAlgorithm), malformed):
+        with reading(f"the {half} key '{path}'", UsageError, _KEY_HINT), path.open("rb") as file:
+            data = file.read(_MAX_BYTES)
         key: Any = (
             serialization.load_pem_public_key(data)
             if is_public

@@ -25,7 +25,7 @@ from edgekit._files import AnyPath, as_path
 from edgekit.data.images import SUFFIXES, Preprocess, read_image, refuse_other_input
 from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
 from edgekit.errors import DataError, UsageError, quote_error, require_known, reraised
-from edgekit.model.tensors import DTYPES, PARSER_LOCK, Array, Tensors, TensorSpec, shape_matches
+from edgekit.model.tensors import DTYPES, PARSER_LOCK, Array, Tensors, TensorSpec, is_text, shape_matches
 
 
 def load_function(source: str, what: str) -> Callable[..., Any]:
@@ -272,7 +272,7 @@ def _count_samples(raw: Samples, inputs: Sequence[TensorSpec]) -> tuple[int, int
 
 
 def _fit(value: Array, spec: TensorSpec, where: str) -> Array:
-    if spec.dtype == "string" and value.dtype.kind in "UO":
+    if spec.dtype == "string" and is_text(value):
         value = value.astype(object)
     elif value.dtype != np.dtype(DTYPES.get(spec.dtype, np.void)):
         words = f"{where} has {value.dtype} for input '{spec.name}', the model wants {spec.dtype}"

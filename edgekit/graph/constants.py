@@ -1,6 +1,6 @@
 """The constants of a graph: initializers, sparse initializers, and all forms of Constant nodes.
 
-The names of domains, from which its operators come, are here too.
+The names of domains, from which its operators come, and groups of operators are here too.
 """
 
 import math

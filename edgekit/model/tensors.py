@@ -112,6 +112,11 @@ def is_numeric(value: Array) -> bool:
     return value.dtype.kind == "f" or (value.dtype.kind in "iu" and value.dtype.itemsize <= 2)
 
 
+def is_text(value: Array) -> bool:
+    """Returns True for strings, as ONNX Runtime returns them (objects) and as files hold them."""
+    return value.dtype.kind in "UO"
+
+
 def ranks_classes(value: Array) -> bool:
     """Returns True for a numeric output with one axis longer than 1, such as [1, 1000] or [1, 1000, 1, 1]."""
     return is_numeric(value) and value.size > 1 and max(value.shape, default=1) == value.size

@@ -23,7 +23,7 @@ from edgekit.data.sets import Boxes, Label, LabelKind
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, look_up, quote_error, reraised
 from edgekit.machine import spell_install
 from edgekit.model.model import Model
-from edgekit.model.tensors import Array, Tensors, ranks_classes
+from edgekit.model.tensors import Array, Tensors, is_text, ranks_classes
 from edgekit.quantize.accuracy.loss import spell_answer
 from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Prediction
 from edgekit.target import TaskLimit
@@ -39,7 +39,7 @@ def decode_text(value: Array, limit: TaskLimit) -> str:
         UsageError: there is no such decoder.
         DataError: the output is nothing that the decoder reads.
     """
-    name = limit.decoder or ("strings" if value.dtype.kind in "UO" else "ctc-greedy")
+    name = limit.decoder or ("strings" if is_text(value) else "ctc-greedy")
     return look_up(DECODERS, name, f"there is no decoder '{name}'")(value, limit)
 
 

@@ -20,7 +20,7 @@ from edgekit._files import read_chunks, write_new
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Count, Measured, PlacedNode, RunOptions
 from edgekit.errors import DeviceError, reraised
-from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, is_text, shape_matches
 from edgekit.serialize import UNDECODABLE, ready_type
 from edgekit.target import ChainedProvider
 
@@ -117,7 +117,7 @@ def encode_tensors(tensors: Tensors) -> bytes:
     entries: list[_Entry] = []
     payloads: list[bytes] = []
     for name, value in tensors.items():
-        dtype = "string" if value.dtype.kind in "OU" else value.dtype.name
+        dtype = "string" if is_text(value) else value.dtype.name
         if dtype == "string":
             payload = msgspec.json.encode([str(item) for item in value.flat])
         else:

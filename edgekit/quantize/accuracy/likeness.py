@@ -76,7 +76,7 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known
     if is_guess:
         note = "; its numbers are taken as classes, and [outputs] of a recipe states what they are"
         readings.append(Reading(kind="values", axis=reading.axis))
-    if reading.kind == "classes" and reading.other:
+    elif reading.kind == "classes" and reading.other:
         readings.append(Reading(kind=reading.other, axis=reading.other_axis))
         note = "; it may hold classes or be an embedding, and [outputs] of a recipe states which"
 

@@ -10,15 +10,13 @@ import numpy as np
 
 from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
-from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, ranks_classes
+from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, is_text, ranks_classes
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = MOVES | {"Identity", "Cast", "Resize"}
 _WHOLE = frozenset({"bool", "int32", "int64"})
-# NumPy's kinds of texts: a string output is the name of a class, or several.
-_TEXT = "OSU"
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 # The mean of probabilities, such as those of moments of a sound, is one.
 _MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
@@ -88,7 +86,7 @@ def read_output_kinds(
         if any(value.shape != first.shape for value in values):
             continue
         # A text beside scores only names the class that wins.
-        if first.dtype.kind in _TEXT and has_numbers and name not in stated:
+        if is_text(first) and has_numbers and name not in stated:
             continue
         is_score = not _stands_beside_decisions(graph, name, outputs[0])
         guess = _guess_reading(graph, name, values, is_raw_score=name in raw_scores, is_score=is_score)
@@ -193,7 +191,7 @@ def _guess_reading(
     these do not choose between the rows. Without `is_score` its numbers are no scores at all.
     """
     first, squash = values[0], find_squash(graph, name)
-    if first.dtype.kind in _TEXT or (first.dtype.kind in "iu" and _follows_from_classes(graph, name)):
+    if is_text(first) or (first.dtype.kind in "iu" and _follows_from_classes(graph, name)):
         return Reading(kind="labels")
     if not is_numeric(first) or not first.size or not all(np.isfinite(value).all() for value in values):
         return None

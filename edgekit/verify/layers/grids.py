@@ -21,6 +21,7 @@ from edgekit.verify.metrics.tensor_metrics import Floats
 # The steps of an 8-bit grid. 16-bit grids are measured in 8-bit steps too, because 8-bit weights cost more than the
 # steps of a 16-bit grid.
 _STEPS = 255.0
+_MOVERS = MOVES | {"Identity"}
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +136,7 @@ def find_grids(graph: Graph) -> tuple[dict[str, Grid | None], dict[str, Grid | N
     rounded = {node.output[0]: read_grid(node, graph) for node in graph.nodes if node.op_type == QUANTIZE}
     later = {node.input[0]: rounded[node.output[0]] for node in graph.nodes if node.op_type == QUANTIZE}
     for node in reversed(sort_nodes(graph)):
-        if node.op_type in MOVES | {"Identity"} and node.output[0] in later:
+        if node.op_type in _MOVERS and node.output[0] in later:
             later.setdefault(node.input[0], later[node.output[0]])
     after = (node for node in graph.nodes if node.op_type == DEQUANTIZE and node.input[0] in rounded)
     return {node.output[0]: rounded[node.input[0]] for node in after}, later

@@ -21,7 +21,7 @@ from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_proto, read_with_weights_on_disk, save_proto
-from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
+from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, is_text
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.comparison import (
     INPUT,
@@ -398,7 +398,7 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
         prefix = save_prefix(model, cuts[place][1], folder / "prefix.onnx")
         reference = matching.run_unoptimized(prefix, job.samples)
         outputs = tuple(
-            TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
+            TensorSpec(name=name, dtype="string" if is_text(value) else value.dtype.name, shape=value.shape)
             for name, value in next(iter(reference), dict[str, Array]()).items()
         )
         kept = {node.name for node in read_proto(prefix, weights=False).graph.node}

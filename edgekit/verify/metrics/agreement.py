@@ -29,7 +29,7 @@ import numpy as np
 from edgekit.data.intervals import bootstrap_share, span_95, wilson_interval
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
-from edgekit.model.tensors import Array, MeasuredKind, Reading, Tensors, is_numeric
+from edgekit.model.tensors import Array, MeasuredKind, Reading, Tensors, is_numeric, is_text
 from edgekit.quantize.accuracy.loss import count_peaks, find_blank, record_heatmaps, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_decisions, says_yes_or_no
 from edgekit.verify.metrics.tensor_metrics import energy_of
@@ -103,8 +103,7 @@ def measure_agreement(
     """
     found: dict[str, tuple[Agreement, ...]] = {}
     for name, reading in readings.items():
-        kinds = "biufOSU" if reading.kind == "labels" else "biuf"
-        pairs, shared = partial(_read_pairs, name, reference, got, kinds), list[Agreement]()
+        pairs, shared = partial(_read_pairs, name, reference, got, reading.kind), list[Agreement]()
         other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
         try:
             for each in filter(None, (reading, other)):
@@ -142,18 +141,19 @@ _Pairs = Callable[[], Iterator[tuple[Array, Array]]]
 """Both sides of an output, sample by sample; they can be read several times."""
 
 
-def _read_pairs(name: str, reference: Samples, got: Samples, kinds: str) -> Iterator[tuple[Array, Array]]:
-    """Yields both sides of an output of one of some kinds of NumPy's data types."""
+def _read_pairs(name: str, reference: Samples, got: Samples, kind: MeasuredKind) -> Iterator[tuple[Array, Array]]:
     for wanted, found in zip(reference, got, strict=False):
-        one, other = (_take(side, name, kinds) for side in (wanted, found))
+        one, other = (_take(side, name, kind) for side in (wanted, found))
         if one.shape != other.shape or not one.size:
             raise _UnlikeError
         yield one, other
 
 
-def _take(side: Tensors, name: str, kinds: str) -> Array:
+def _take(side: Tensors, name: str, kind: MeasuredKind) -> Array:
     value = side.get(name)
-    if value is None or value.dtype.kind not in kinds or (value.dtype.kind == "f" and not np.isfinite(value).all()):
+    if value is not None and kind == "labels" and is_text(value):
+        return value
+    if value is None or value.dtype.kind not in "biuf" or not np.isfinite(value).all():
         raise _UnlikeError
     return value
 

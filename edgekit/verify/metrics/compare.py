@@ -14,7 +14,7 @@ from edgekit.data.intervals import wilson_interval
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import EdgekitError
 from edgekit.model.state import find_fed_back
-from edgekit.model.tensors import Array, Reading, Tensors
+from edgekit.model.tensors import Array, Reading, Tensors, is_text
 from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list, find_silent, may_be_head
 from edgekit.quantize.accuracy.heads import overlap_boxes
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_decisions, says_yes_or_no
@@ -149,7 +149,7 @@ def _find_mismatch(wanted: Array, found: Array | None, sample: int) -> str | Non
         return f"is missing in sample {sample}"
     if wanted.shape != found.shape:
         return f"has shape {list(found.shape)} in sample {sample}, the reference {list(wanted.shape)}"
-    if wanted.dtype.kind != found.dtype.kind or (wanted.dtype.kind not in "UO" and wanted.dtype != found.dtype):
+    if wanted.dtype.kind != found.dtype.kind or (not is_text(wanted) and wanted.dtype != found.dtype):
         return f"has dtype {found.dtype} in sample {sample}, the reference {wanted.dtype}"
     return None
 
