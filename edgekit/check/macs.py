@@ -119,7 +119,7 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     "ConvTranspose": lambda graph, node: prod(_dims(graph, node, 0)) * prod(_dims(graph, node, 1)[1:]),
     **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QLinearMatMul"), _matmul),
     "DynamicQuantizeMatMul": _matmul, "MatMulNBits": _nbits, "Einsum": _einsum,
-    **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
+    **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _gemm),
     **dict.fromkeys(("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"), _recurrent),
     **dict.fromkeys(("Attention", "QAttention"), _packed_attention),
     "GroupQueryAttention": _grouped_attention, "MultiHeadAttention": _attention,

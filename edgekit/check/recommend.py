@@ -12,7 +12,7 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import run_process
-from edgekit.check.macs import count_macs
+from edgekit.check.macs import count_macs, count_unsized
 from edgekit.check.report import CheckReport, Verdict, count_of
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.evidence import Evidence
@@ -216,7 +216,11 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     counts = [(count_macs(graph, node), node) for node in graph.nodes]
     total = sum(macs for macs, _ in counts)
     # Trees split at exact limits of their inputs, which 8 bits move.
-    if not total and (trees := sorted({node.op_type for node in graph.nodes if node.domain == ML_DOMAIN})):
+    if (
+        not total
+        and not count_unsized(graph)
+        and (trees := sorted({node.op_type for node in graph.nodes if node.domain == ML_DOMAIN}))
+    ):
         return f"the work of this model is in {', '.join(trees)}, which {target.name} does not quantize"
     supported = 0
     for macs, node in counts:

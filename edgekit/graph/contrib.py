@@ -196,6 +196,8 @@ _SUBSTITUTES: Mapping[str, Callable[[_Substitution], None]] = {
     "EmbedLayerNormalization": lambda of: of.add("Gather", [of.name(2), of.name(0)]),
     "FusedConv": _same("Conv", 0, 1),
     "FusedGemm": _same("Gemm", 0, 1),
+    # Without a scale for its result it gives floats.
+    "QGemm": lambda of: of.add("Gemm", [of.name(0), of.name(3)], keeps=True) if of.name(7) else None,
     "FusedMatMul": _fused_matmul,
     "MatMulNBits": _nbits,
     "GatherBlockQuantized": _gather_blocks,

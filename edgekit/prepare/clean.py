@@ -125,6 +125,10 @@ def list_axes(writer: Writer) -> None:
     writer.add("Unsqueeze", [data, writer.reshaped("axes", axes, [1])])
 
 
+CLEANING = (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes)
+"""What every model gets, whatever the target."""
+
+
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
     """Removes initializers from the list of inputs, so that they count as constants, in place.
 
@@ -509,7 +513,7 @@ def _clean_interface(proto: onnx.ModelProto, outputs: Collection[str], constants
     drop_initializer_inputs(proto.graph)
     keep_outputs(proto, outputs)
     freeze_inputs(proto.graph, constants)
-    for rewrite in (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes):
+    for rewrite in CLEANING:
         rewrite(proto.graph, read_opset(proto))
     drop_idle_nodes(proto.graph)
 

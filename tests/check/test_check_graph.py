@@ -68,6 +68,8 @@ def test_weights_are_not_kept_and_external_files_not_read(tmp_path: Path) -> Non
          "{ y = com.microsoft.QAttention<num_heads=2>(x, w, b, s, s) }"), 5 * 8 * 24 + 2 * 40 * 5),
         (("(float[6,1,4] x, int8[1,4,20] w, int8[1,5,20] r) => (y) "
          "{ y, h = com.microsoft.DynamicQuantizeLSTM<hidden_size=5>(x, w, r) }"), 6 * (20 * 4 + 20 * 5)),
+        (("(uint8[2,5] x, float s, uint8 o, int8[7,5] w, int8 z) => (uint8[2,7] y) "
+         "{ y = com.microsoft.QGemm<transB=1>(x, s, o, w, s, z, , s, o) }"), 2 * 5 * 7),
         (("(float[1,5,64] x, uint8[7,2,16] w, float[14] s) => (float[1,5,7] y) "
          "{ y = com.microsoft.MatMulNBits<K=64, N=7, bits=4, block_size=32>(x, w, s) }"), 5 * 64 * 7),
     ],

@@ -15,6 +15,7 @@ import edgekit
 from edgekit.cli.main import COMMANDS, group
 from edgekit.devices.find import list_devices
 from edgekit.evidence import Evidence
+from edgekit.prepare.clean import CLEANING
 from edgekit.prepare.fix import REWRITES
 from edgekit.verify.task_metrics import METRICS
 
@@ -88,7 +89,7 @@ def test_every_public_name_is_documented(name: str) -> None:
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        ("docs/reference/rewrites.md", tuple(REWRITES)),
+        ("docs/reference/rewrites.md", (*REWRITES, *(each.id for each in CLEANING))),
         ("docs/reference/metrics.md", tuple(METRICS)),
         ("docs/reference/devices.md", tuple(status.name for status in list_devices())),
         ("docs/concepts/evidence.md", tuple(Evidence)),

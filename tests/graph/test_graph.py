@@ -177,10 +177,14 @@ def test_what_dynamic_quantization_writes_has_types_and_shapes() -> None:
         ("com.microsoft.FusedMatMul<transB=1>(x, z)", (2, 3, 7)),
         ("com.microsoft.FusedMatMul<transB=1>(x, w)", (2, 3, 6)),
         ("com.microsoft.FusedMatMul<transBatchB=1>(x, v)", None),
+        ("com.microsoft.QGemm<transB=1>(q, s, o, r, s, o, , s, o)", (3, 6)),
+        # Its result is not quantized, but float.
+        ("com.microsoft.QGemm<transB=1>(q, s, o, r, s, o)", None),
     ],
 )
 def test_what_onnx_does_not_infer_has_a_shape(node: str, shape: tuple[int, ...] | None) -> None:
-    graph = view(f"(float[2,3,4] x, float[2,4,5] v, float[2,7,4] z, float[6,4] w) => (y) {{ y = {node} }}")
+    floats, bytes_ = "float[2,3,4] x, float[2,4,5] v, float[2,7,4] z, float[6,4] w", "int8[3,4] q, int8[6,4] r"
+    graph = view(f"({floats}, {bytes_}, float s, int8 o) => (y) {{ y = {node} }}")
     assert graph.value("y").shape == shape
 
 

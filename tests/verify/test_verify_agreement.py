@@ -38,6 +38,17 @@ def judge(rows: Array, got: Array, reading: Reading) -> str:
     return "fail" if weighed.failures else "not proven" if weighed.unproven else "pass"
 
 
+@pytest.mark.parametrize(("equal", "samples", "verdict"), [
+    (8, 8, "pass"), (7, 8, "not proven"), (3, 8, "fail"), (112, 128, "not proven"), (96, 128, "fail"),
+])  # fmt: skip
+def test_integers_that_are_read_as_nothing_else_may_differ_by_chance(equal: int, samples: int, verdict: str) -> None:
+    places = np.arange(samples).reshape(-1, 1)
+    wanted, found = ([{"at": row} for row in side] for side in (places, np.where(places < equal, places, 999)))
+    (report,) = compare_outputs(from_list(wanted), from_list(found), {})
+    weighed = weigh_output(report, LIMITS)
+    assert verdict == ("fail" if weighed.failures else "not proven" if weighed.unproven else "pass")
+
+
 def noisy(rows: Array, share: float) -> Array:
     return np.asarray(rows + share * RNG.normal(size=rows.shape), np.float32)
 

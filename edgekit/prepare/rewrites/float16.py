@@ -170,9 +170,13 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
 
 
 def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
-    """Returns True if a DequantizeLinear has one scale, of float32, or one for each index of its axis."""
-    (weight, scale, *zeros), axis = tensors, next((item.i for item in node.attribute if item.name == "axis"), 1)
-    counts = [[], [1], [*weight.dims][axis : axis + 1 or None]]
+    """Returns True if a DequantizeLinear has one scale, of float32, or one for each index or block of its axis."""
+    (weight, scale, *zeros), given = tensors, {item.name: item.i for item in node.attribute}
+    axis, block, dims = given.get("axis", 1), given.get("block_size", 0), [*weight.dims]
+    counts = [[], [1], dims[axis : axis + 1 or None]]
+    if block and -len(dims) <= axis < len(dims):
+        dims[axis] = -(-dims[axis] // block)
+        counts = [dims]
     return scale.data_type == _FLOAT and [*scale.dims] in counts and all(zero.dims == scale.dims for zero in zeros)
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from edgekit.data.intervals import wilson_interval
 from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, is_text, ranks_classes
@@ -64,6 +65,8 @@ _LEAST_POINTS, _MOVES_TOGETHER = 30, 0.35
 # Of the places where a peak has half of its height, at most the first share has nine tenths (of a Gaussian's 0.15, of a
 # mask's all). Most of its map has less than the second share of its height.
 _FLAT_TOP, _GROUND = 0.5, 0.1
+# The share of heatmaps that may have no single peak, such as where a joint could be in two places: a choice.
+_OTHERS = 0.1
 VISIBLE = 0.3
 """A heatmap shows something if its highest value is this share of the highest of all maps and samples: a choice."""
 # A sample has fewer ratings, or numbers beside a decision, than this: more of them are something else.
@@ -279,7 +282,7 @@ def spread_maps(value: Array, axis: int) -> Array:
 def _are_heatmaps(values: Sequence[Array]) -> bool:
     """Returns True for maps of one peak each, [1, maps, height, width] or [1, height, width, maps].
 
-    Most show something, and nine of ten of these have a single peak that falls off on all sides.
+    Most show something, and about nine of ten of these have a single peak that falls off on all sides.
     """
     first = values[0]
     if first.ndim != 4 or len(first) != 1:
@@ -289,9 +292,10 @@ def _are_heatmaps(values: Sequence[Array]) -> bool:
     shown = np.argwhere(heights > VISIBLE * heights.max())
     if min(rows[0].shape[1:]) < _LEAST_SIDE or 2 * len(shown) < heights.size:
         return False
-    # Many large maps are seldom heatmaps: the others decide before all are looked at.
+    # So many others are more than a tenth beyond chance. Many large maps are seldom heatmaps: few are looked at then.
+    too_many = next(count for count in range(len(shown) + 1) if wilson_interval(count, len(shown))[0] > _OTHERS)
     others = (True for row, at in shown if not _is_peak(rows[row][at] / heights[row, at]))
-    return sum(islice(others, len(shown) // 10 + 1)) <= len(shown) // 10
+    return sum(islice(others, too_many)) < too_many
 
 
 def _is_peak(scaled: Array) -> bool:

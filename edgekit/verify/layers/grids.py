@@ -232,7 +232,7 @@ def _find_regions(graph: Graph, ends: Mapping[str, frozenset[str]]) -> dict[str,
     regions, stops = dict[str, Region](), frozenset(given)
     for tensor, copies in ends.items():
         made, met = walk_back(graph, copies, stops)
-        nodes = list({node.output[0]: node for node in (graph.producers[name] for name in sorted(made))}.values())
+        nodes = list(dict.fromkeys(graph.producers[name] for name in sorted(made)))
         ops = [node.op_type for node in nodes]
         moved = {node.op_type for node in nodes if not any(node.input) or not (made | met).isdisjoint(node.input)}
         stored = {types.get(name, 0) for node in nodes for name in node.input if name not in graph.producers}
@@ -250,7 +250,8 @@ def _find_regions(graph: Graph, ends: Mapping[str, frozenset[str]]) -> dict[str,
                 for node in nodes
             ),
             jumps=not _JUMPING.isdisjoint(moved) or any(_reads_integers(node, graph) for node in nodes),
-            results=tuple(node.output[0] for node in nodes),
+            # An output that nobody reads may have no name, such as all steps of a GRU beside the last one.
+            results=tuple(next(filter(None, node.output)) for node in nodes),
         )
     return regions
 

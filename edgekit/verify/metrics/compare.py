@@ -70,9 +70,12 @@ def compare_outputs(
             measured.setdefault(name, []).extend(_measure(name, block))
     trouble = troubles[0] if troubles else None
     reports = tuple(_report(name, rows, trouble) for name, rows in measured.items())
-    if not readings:
+    if readings is None:
         return reports
-    shared = measure_agreement(reference, got, {each: readings[each] for each in measured if each in readings})
+    # Integers that are read as nothing else, such as indices, are labels: a share of them may be low by chance.
+    labels = {report.name: Reading(kind="labels") for report in reports if report.exact_match is not None}
+    read = {name: reading for name, reading in (labels | dict(readings)).items() if name in measured}
+    shared = measure_agreement(reference, got, read)
     unranked = {name for name, reading in readings.items() if reading.kind not in {"classes", "labels"}}
     return tuple(
         msgspec.structs.replace(
