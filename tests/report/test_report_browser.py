@@ -1,6 +1,5 @@
 """The pages in a real Chromium: they open offline without a word on the console, sort, filter, fold, zoom and print."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -350,14 +349,13 @@ def test_taken_left_and_fatal_have_colours_of_their_own(browser: Browser) -> Non
         assert browser.find(".chip")[0].value_of_css_property("color") != colours[0]
 
 
-def test_a_thousand_nodes_open_quickly(browser: Browser) -> None:
-    page = _page_of(*(_node(at, taken=at % 50 != 49) for at in range(1000)))
-    start = time.monotonic()
-    browser.open(page)
+def test_a_page_has_a_few_elements_for_each_of_a_thousand_nodes(browser: Browser) -> None:
+    browser.open(_page_of(*(_node(at, taken=at % 50 != 49) for at in range(1000))))
     for block in browser.find(".block:not([open]) > summary"):
         block.click()
     assert len(browser.find(".chip")) == 1000
-    assert time.monotonic() - start < 10
+    # 6.4 of each: a browser lays out tens of thousands in a second.
+    assert browser.run("return document.querySelectorAll('*').length") < 8 * 1000
 
 
 def test_the_page_of_the_command_loads_nothing_from_elsewhere(browser: Browser, tmp_path: Path) -> None:
