@@ -580,6 +580,16 @@ def test_values_lose_what_their_spread_loses() -> None:
     assert measure.judge([measure.record(silent, silent, reading)]).estimate == 0
 
 
+def test_what_differs_only_between_places_says_nothing_about_a_sample(tmp_path: Path) -> None:
+    """As the queries of a detector: a plan that kept nothing of the input was told to lose a thousandth."""
+    text = """(float[1,2,40] x) => (float[1,2,40] y)
+      <float s = {VALUE}, float first = {0}, float count = {40}, float step = {1}>
+      { grid = Range(first, count, step) z = Mul(x, s) y = Add(z, grid) }"""
+    rows = list[Tensors]({"x": row} for row in np.random.default_rng(0).normal(size=(24, 1, 2, 40)).astype(np.float32))
+    kept, lost = (predict_pair(tmp_path, text, ("1", scale), rows).drop_estimate for scale in ("0.9", "0"))
+    assert (kept, lost) == (pytest.approx(0.01, rel=0.1), pytest.approx(1.0, abs=0.1))
+
+
 @pytest.mark.parametrize(
     ("small", "lost"), [(0.011, 0.02 * 0.011 / 1.011), (0.009, 0.02), (0.000101, 0.02), (0.00009, 0.0)]
 )

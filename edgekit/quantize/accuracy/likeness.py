@@ -11,7 +11,16 @@ import numpy as np
 from edgekit.model.tensors import Array, Reading, Tensors, is_numeric
 from edgekit.quantize.accuracy import detections
 from edgekit.quantize.accuracy.head_search import Detector
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, Measure, judge_records, measure_powers, ratio_db
+from edgekit.quantize.accuracy.loss import (
+    MEASURES,
+    Loss,
+    Measure,
+    find_offset,
+    judge_records,
+    measure_powers,
+    ratio_db,
+    record_values,
+)
 
 AP = "mean AP of detections"
 """The measure of detectors whose outputs can be read as detections."""
@@ -65,11 +74,12 @@ def read_head(head: Detector, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Pa
     return (Part(shapes=own, measure=whole, record=partial(detections.record_detections, head)), *extras)
 
 
-def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known: bool) -> tuple[Part, ...]:
+def read_output(name: str, reading: Reading, few: Sequence[Array], *, is_known: bool) -> tuple[Part, ...]:
     """Returns an output as a part of its own, or as two if it may hold classes or be an embedding: neither is lost.
 
-    With `is_known` the user or the graph says that it holds classes. If they are a guess only, a second part with its
-    values stands in for them: a class that never changes is no evidence for classes.
+    `few` are the float model's values for a few samples. With `is_known` the user or the graph says that it holds
+    classes. If they are a guess only, a second part with its values stands in for them: a class that never changes is
+    no evidence for classes.
     """
     readings, note = [reading], ""
     is_guess = reading.kind == "classes" and not is_known and not reading.other
@@ -82,10 +92,13 @@ def read_output(name: str, reading: Reading, shape: tuple[int, ...], *, is_known
 
     def read_as(reading: Reading) -> Part:
         measure = MEASURES[reading.kind]
+        record = measure.record
+        if reading.kind == "values":
+            record = partial(record_values, offset=find_offset(few))
         return Part(
-            shapes={name: shape},
+            shapes={name: few[0].shape},
             measure=msgspec.structs.replace(measure, source=measure.source + note),
-            record=lambda expected, found: measure.record(expected[name], found[name], reading),
+            record=lambda expected, found: record(expected[name], found[name], reading),
             stands_in=is_guess and reading.kind == "values",
         )
 

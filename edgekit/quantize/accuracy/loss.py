@@ -460,13 +460,29 @@ def _judge_image(records: Sequence[Array]) -> Loss:
     return Loss(estimate=float(lost / known), interval=bootstrap(pairs, _divide))
 
 
-def record_values(expected: Array, found: Array, reading: Reading, weights: Array | float = 1.0) -> Array:
+def find_offset(few: Sequence[Array]) -> Array:
+    """Returns the mean of a few samples' values, float64, in the shape of each: it says nothing about any of them.
+
+    It is 0 for a single sample, and where all samples are the same.
+    """
+    # One sample at a time: all of them together may be large.
+    mean = np.zeros(few[0].shape)
+    for value in few:
+        mean += value / len(few)
+    spread, power = np.sum([measure_powers(mean, value)[::-1] for value in few], axis=0)
+    return mean * (spread > _ROUNDING_SHARE * power)
+
+
+def record_values(
+    expected: Array, found: Array, reading: Reading, weights: Array | float = 1.0, offset: Array | float = 0.0
+) -> Array:
     """Returns, for each channel, weighted sums over its places, float64 [4, channels].
 
     They are those of the values, of their squares, of the squared differences between the models, and of the weights
-    themselves; `weights` is one number or one for each place.
+    themselves; `weights` is one number or one for each place. An `offset` is taken from the values before: without it
+    what differs only between places, such as a grid of anchors, would count as information about the samples.
     """
-    numbers = (np.atleast_1d(value.astype(np.float64)) for value in (expected, found))
+    numbers = (np.atleast_1d(value.astype(np.float64) - offset) for value in (expected, found))
     one, error = (np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1) for value in numbers)
     error -= one
     counts = np.broadcast_to(np.asarray(weights, np.float64), one.shape[1:])

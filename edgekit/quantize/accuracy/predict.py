@@ -247,7 +247,7 @@ class FloatReference:
         parts = [
             part
             for name, reading in others.items()
-            for part in read_output(name, reading, shapes[name], is_known=name in known)
+            for part in read_output(name, reading, [each[name] for each in few], is_known=name in known)
         ]
         for place, part in enumerate(parts):
             if silent & part.shapes.keys():
