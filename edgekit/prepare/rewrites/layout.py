@@ -700,6 +700,28 @@ def planar_resize(writer: Writer) -> None:
     writer.reshape(value, "shape", after)
 
 
+@node_rewrite("whole-compare", {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}, since=9)
+def compare_whole(writer: Writer) -> None:
+    """Compares integers before their Cast to floats, such as places with lengths, or one of them with a constant.
+
+    Each side of a quantized comparison has a scale of its own, so two numbers that are equal may differ in 8 bits.
+    Floats hold all whole numbers up to 2^24, so that far the result is the same.
+    """
+    graph, sides = writer.graph, writer.node.input
+    casts = [made_by(graph, name, "Cast") for name in sides]
+    kinds = {graph.value(cast.input[0]).dtype for cast in casts if cast is not None}
+    need(kinds in ({"int32"}, {"int64"}) and {graph.value(name).dtype for name in sides} & FLOATS)
+
+    def find_integers(at: int) -> str:
+        if (cast := casts[at]) is not None:
+            return cast.input[0]
+        values = writer.array(at).astype(np.float64)
+        need((values == np.rint(values)).all() and (np.abs(values) < np.iinfo(np.int32).max).all())
+        return writer.constant(f"whole_{at}", values, str(*kinds))
+
+    writer.add(writer.node.op_type, [find_integers(at) for at in range(len(sides))])
+
+
 @node_rewrite("index-to-int32", {"Gather", "GatherElements"}, since=9)
 def narrow_indices(writer: Writer) -> None:
     """Casts the computed indices of a Gather to int32, or takes them from before a Cast from int32.

@@ -470,7 +470,7 @@ def find_offset(few: Sequence[Array]) -> Array:
     for value in few:
         mean += value / len(few)
     spread, power = np.sum([measure_powers(mean, value)[::-1] for value in few], axis=0)
-    return mean * (spread > _ROUNDING_SHARE * power)
+    return mean if spread > _ROUNDING_SHARE * power else np.zeros(mean.shape)
 
 
 def record_values(
