@@ -161,8 +161,8 @@ def test_a_layer_whose_first_output_has_no_name_is_compared_by_the_other(tmp_pat
     weights = f"float[1,6,4] w = {{{numbers},{numbers}}}, float[1,6,2] r = {{{numbers}}}"
     head = f"(float[3,1,4] x) => (float[1,1,2] y) <{weights}, float s = {{0.02}}, int8 z = {{0}}>"
     plain = f"{head} {{ , h = GRU<hidden_size=2>(x, w, r)  y = Neg(h) }}"
-    rounded = f"""{head} {{ a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)  , h = GRU<hidden_size=2>(b, w, r)
-        c = QuantizeLinear(h, s, z)  d = DequantizeLinear(c, s, z)  y = Neg(d) }}"""
+    rounded = f"""{head} {{ a = QuantizeLinear(x, s, z)  b = DequantizeLinear(a, s, z)
+        , h = GRU<hidden_size=2>(b, w, r)  c = QuantizeLinear(h, s, z)  d = DequantizeLinear(c, s, z)  y = Neg(d) }}"""
     rows = np.random.default_rng(0).uniform(-2, 2, (4, 3, 1, 4)).astype(np.float32)
     one, other = (save_net(text, tmp_path / f"{at}.onnx") for at, text in enumerate((plain, rounded)))
     layers = compare_layers(one, other, from_list([{"x": row} for row in rows]))
