@@ -6,6 +6,7 @@ same bytes.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from onnx import helper, numpy_helper
 
 from edgekit._files import digest_file, replace_file
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, read_inputs, read_outputs, write_rows
+from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, KnownOutputs, read_inputs, read_outputs, write_rows
 from edgekit.bundle.manifest import ChosenSample, GoldenFacts, Manifest
 from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
 from edgekit.errors import DataError, RuntimeRefusal, UsageError
@@ -64,15 +65,19 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_expected(
-    golden: Golden, files: Mapping[Form, Sequence[Path]], precision: Precision, out: Path
+    golden: Golden,
+    files: Mapping[Form, Sequence[Path]],
+    precision: Precision,
+    out: Path,
+    known: KnownOutputs | None = None,
 ) -> GoldenFacts:
     """Writes `expected.npz` into the folder `out` and returns the golden facts with the self-test.
 
     The bundle's own model runs on the CPU provider of this machine without optimisation. Of at most CANDIDATES golden
     samples three are chosen: the one with the median output energy, the one with the largest input, and the one with
-    the largest error against the float model. With open dimensions, all three have the most frequent sizes, because
-    loaders read rows of one shape. Outputs whose shape depends on the data are left out. If no file of the bundle runs
-    here, or no output is left, there is no self-test, and `expected_from` says why.
+    the largest error against the float model. Its outputs are added to `known`. With open dimensions, all three have
+    the most frequent sizes, because loaders read rows of one shape. Outputs whose shape depends on the data are left
+    out. If no file of the bundle runs here, or no output is left, there is no self-test, and `expected_from` says why.
 
     Raises:
         DataError: the golden samples cannot be read, or an output changes its shape.
@@ -87,7 +92,8 @@ def write_expected(
     try:
         # Not optimised, because fusions depend on ONNX Runtime's version and on the machine.
         session = CpuSession(files[form][0], SessionSettings(level=Level.DISABLED))
-        all_candidates = list(_run_candidates(session, golden))
+        run = partial((known or KnownOutputs()).run, session)
+        all_candidates = list(_run_candidates(run, golden))
         # Only samples whose inputs have the most frequent shapes are candidates.
         most_common = max(all_candidates, key=lambda item: sum(other.fed == item.fed for other in all_candidates))
         candidates = [item for item in all_candidates if item.fed == most_common.fed]
@@ -99,7 +105,7 @@ def write_expected(
             words = "nothing: the shape of each output depends on the data"
             return msgspec.structs.replace(no_self_test, expected_from=words)
         inputs = select_samples(read_inputs(golden), [item.row for item in chosen])
-        outputs_of_samples = map(session.run, inputs)
+        outputs_of_samples = map(run, inputs)
         rows = [{name: value for name, value in outputs.items() if name in fixed} for outputs in outputs_of_samples]
         write_rows(out / EXPECTED, rows)
         shifts = _measure_shift(files[form][0], inputs, rows)
@@ -110,11 +116,11 @@ def write_expected(
     return msgspec.structs.replace(no_self_test, chosen=chosen, tolerance=tolerance, expected_from=source)
 
 
-def _run_candidates(session: CpuSession, golden: Golden) -> Iterator[_Candidate]:
+def _run_candidates(run: Callable[[Tensors], Tensors], golden: Golden) -> Iterator[_Candidate]:
     rows = spread_indices(golden.samples, CANDIDATES)
     inputs, outputs = (select_samples(samples, rows) for samples in (read_inputs(golden), read_outputs(golden)))
     for row, sample, reference in zip(rows, inputs, outputs, strict=True):
-        output = session.run(sample)
+        output = run(sample)
         real = {name: value for name, value in reference.items() if value.dtype.kind == "f"}
         comparable = {name: value for name, value in real.items() if output[name].shape == value.shape}
         errors = {name: _subtract(output[name], value) for name, value in comparable.items()}

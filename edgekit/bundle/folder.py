@@ -16,7 +16,7 @@ from edgekit._files import AnyPath, as_path
 from edgekit.bundle.checks import TARGET_FIELDS, check_files, check_requests, find_fault, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
 from edgekit.bundle.expected import EXPECTED, adopt_expected, write_expected
-from edgekit.bundle.golden import Golden
+from edgekit.bundle.golden import Golden, KnownOutputs
 from edgekit.bundle.manifest import UNPADDED, BundledFile, Manifest, decode_manifest, encode_json
 from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signature, list_subjects
 from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
@@ -84,10 +84,10 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / names[0]
 
 
-def write_bundle(contents: Contents, out: Path) -> Bundle:
+def write_bundle(contents: Contents, out: Path, known: KnownOutputs | None = None) -> Bundle:
     """Fills the folder `out` and returns the bundle; the manifest comes last, so that an unfinished bundle has none.
 
-    The same contents give the same bytes.
+    The same contents give the same bytes. What the model gives for golden samples is added to `known`.
 
     Raises:
         BundleError: there is no model file in a form that the target loads, or the target sets session keys or options
@@ -119,7 +119,7 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         _files.replace_file(recorded.folder / LAYERS, out / LAYERS)
     # Some providers compute the floats of a float32 file in half precision too.
     precision = "fp16" if contents.precision == "fp32" and contents.target.float_bits == 16 else contents.precision
-    golden = golden or write_expected(contents.golden, models, precision, out / GOLDEN)
+    golden = golden or write_expected(contents.golden, models, precision, out / GOLDEN, known)
     return _write_manifest(describe_contents(contents, golden, _files.digest_file(out / CHECK)), contents.target, out)
 
 

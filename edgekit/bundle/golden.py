@@ -208,7 +208,7 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
 class KnownOutputs(msgspec.Struct, kw_only=True):
     """A cache of a model's outputs by the digest of the sample, with `room_bytes` left; `ran` counts the runs."""
 
-    room_bytes: int
+    room_bytes: int = 32 << 20
     outputs: dict[bytes, Tensors] = {}
     ran: int = 0
 

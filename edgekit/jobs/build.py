@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from edgekit._files import AnyPath, as_path, staged_entries, work_folder, write_file
-from edgekit.bundle.golden import KnownOutputs, read_inputs
+from edgekit.bundle.golden import read_inputs
 from edgekit.convert.convert import read_stamp
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
@@ -37,7 +37,7 @@ from edgekit.serialize import fill, to_json
 from edgekit.target import Target
 from edgekit.verify.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices
-from edgekit.verify.report import Step, VerifyReport, write_report
+from edgekit.verify.report import VerifyReport, write_report
 from edgekit.verify.run import verify_bundle
 
 # While a target is planned, one bundle is written and verified in the background: planning keeps a core busy, and needs
@@ -250,21 +250,22 @@ def _verify(result: BuiltBundle, job: BuildJob, targets_left: int) -> VerifyRepo
     if job.end < math.inf:
         seconds = round(job.seconds_left(targets_left), 1)
         devices = [NamedDevice(label=device.name, device=device, budget_s=seconds) for device in devices]
-    # The float model is the same for most targets; a quantized model belongs to one target.
-    known: dict[Step, KnownOutputs] = {
-        step: job.cache.find_outputs(model.sha256, stays=step == "prepare") for step, model in result.models.items()
-    }
     manifest = result.bundle.manifest
-    # A bundle's ONNX file mostly has the graph of the last step, so both have the same outputs, computed once. A bundle
-    # in half precision is compared with the form that the device loaded, which has another graph.
+    # A bundle's ONNX file, which ran for its self-test, mostly has the graph of the last step: the outputs are the
+    # same. One in half precision has another graph.
     has_same_graph = "onnx" in manifest.forms and manifest.precision != "fp16"
     stamp = read_stamp(load_model(result.bundle.find_model("onnx"))) if has_same_graph else ""
+    # The float model is the same for most targets; a quantized model belongs to one target.
+    known = {
+        step: result.outputs if model.sha256 == stamp else job.cache.find_outputs(model.sha256, stays=step == "prepare")
+        for step, model in result.models.items()
+    }
     report = verify_bundle(
         result.bundle,
         devices,
         task=result.contents.target.thresholds.task,
         float_model=result.models["prepare"].path,
-        known=next((known[step] for step, model in result.models.items() if model.sha256 == stamp), None),
+        known=result.outputs,
         progress=job.progress,
     )
     report = attribute_loss(result.bundle, report, result.models, known)

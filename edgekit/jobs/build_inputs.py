@@ -63,8 +63,7 @@ class BuildCache(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_outputs(self, sha256: str, *, stays: bool) -> KnownOutputs:
         """Returns the store of the outputs of a model, by its sha256; a new store is kept only if it `stays`."""
-        new = KnownOutputs(room_bytes=_MAX_KEPT_BYTES // 2)
-        return self.known.setdefault(sha256, new) if stays else new
+        return self.known.setdefault(sha256, KnownOutputs()) if stays else KnownOutputs()
 
 
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden import read_inputs, read_outputs
+from edgekit.bundle.golden import KnownOutputs, read_inputs, read_outputs
 from edgekit.bundle.manifest import Ancestry, Buckets, encode_json
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport, count_of, count_staying, find_stopping
@@ -68,9 +68,10 @@ class ReadyBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuiltBundle(ReadyBundle, frozen=True, kw_only=True):
-    """A bundle that was written, with the model after each step."""
+    """A bundle that was written, the model after each step, and `outputs` of its ONNX file for golden samples."""
 
     bundle: Bundle
+    outputs: KnownOutputs
     models: dict[Step, Model]
 
 
@@ -357,12 +358,13 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
     release_memory()
     layers = encode_json(compare_with_float(ready.prepared, deployed, contents.golden))
     release_memory()
-    bundle = write_bundle(msgspec.structs.replace(contents, layers=layers), ready.folder)
+    outputs = KnownOutputs()
+    bundle = write_bundle(msgspec.structs.replace(contents, layers=layers), ready.folder, outputs if names else None)
     notes = list(ready.notes)
     if sizes := bundle.manifest.open_dims:
         known = "; ".join(f"'{name}' {', '.join(map(str, each))}" for name, each in sizes.items())
         notes.append(f"any size may be passed where a dimension stays open; golden samples have: {known}")
-    return fill(BuiltBundle, ready, bundle=bundle, models=models, notes=tuple(notes))
+    return fill(BuiltBundle, ready, bundle=bundle, outputs=outputs, models=models, notes=tuple(notes))
 
 
 def _collect(

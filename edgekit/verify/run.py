@@ -37,9 +37,6 @@ from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_metrics import measure_task
 from edgekit.verify.task_scores import describe_chance, measure_accuracy
 
-# Outputs of the bundle's own model are cached, because several devices run the same samples.
-_MOST_KEPT_BYTES = 32 << 20
-
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for."""
@@ -116,7 +113,8 @@ def verify_bundle(
         task=task or bundled_task(manifest),
         float_model=float_model,
         layers=layers,
-        known=known or KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
+        # Several devices run the same samples.
+        known=known or KnownOutputs(),
     )
     runs, broken = _run_devices(bundle, present, request, progress or say_nothing) if present else ((), ())
     report = VerifyReport(

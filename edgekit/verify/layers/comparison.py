@@ -189,8 +189,8 @@ def measure_layer(
 
 
 def _align(pair: _Pair) -> _Pair:
-    # Integers have no infinity to compare with.
-    wanted, got = (side if side.dtype.kind == "f" else side.astype(np.float64) for side in pair)
+    # Integers have no infinity to compare with, and numpy finds the extremes of halves 20 times as slowly.
+    wanted, got = (side if side.dtype.char in "fd" else side.astype(np.float64) for side in pair)
     return align_infinities(wanted, got) if wanted.shape == got.shape else (wanted, got)
 
 
@@ -266,10 +266,10 @@ class _Comparison:
                 value, grid = values[item.in_a], self._moved_grids.get(item.raw_b)
                 values[item.in_a] = value if grid is None else grid.round_values(value).astype(value.dtype)
             scaled = self._scale(values, -1)
-            feed = {_GIVEN + item.tensor: scaled[item.in_a].astype(wanted[item.in_a].dtype) for item in self._matched}
+            feed = {_GIVEN + one.tensor: np.asarray(scaled[one.in_a], wanted[one.in_a].dtype) for one in self._matched}
             reference = self._scale(of_a.run({**given_a, **feed}))
         with np.errstate(over="ignore"):
-            feed = {_GIVEN + item.tensor: values[item.in_a].astype(found[item.in_b].dtype) for item in self._matched}
+            feed = {_GIVEN + one.tensor: np.asarray(values[one.in_a], found[one.in_b].dtype) for one in self._matched}
         return wanted, found, reference, of_b.run({**given_b, **feed})
 
     def explain(self, layer: LayerReport, samples: Samples) -> tuple[str, ...]:

@@ -39,9 +39,16 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     def round_values(self, values: Array) -> Floats:
         """Returns the values after QuantizeLinear and DequantizeLinear."""
+        # In place, here and below: to get memory for a large tensor takes longer than to compute one.
+        steps = values.astype(np.float64)
+        steps /= self.scale
         # rint rounds halves to even, as QuantizeLinear does (ONNX operator specification).
-        steps = np.rint(values.astype(np.float64) / self.scale) + self.zero
-        return np.asarray((np.clip(steps, self.low, self.high) - self.zero) * self.scale)
+        np.rint(steps, out=steps)
+        steps += self.zero
+        steps.clip(self.low, self.high, out=steps)
+        steps -= self.zero
+        steps *= self.scale
+        return steps
 
 
 class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,19 +99,20 @@ def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
 
     Channels are the last axis and, for results of three or more axes, the second one too.
     """
-    exact = np.asarray(wanted, dtype=np.float64)
-    target = exact if grid is None else grid.round_values(exact)
-    error = np.asarray(own, dtype=np.float64) - target
+    error = wanted.astype(np.float64) if grid is None else grid.round_values(wanted)
+    low, high = float(error.min()), float(error.max())
+    np.subtract(own, error, out=error)
+    total, squares = float(error.sum()), np.square(error, out=error)
     axes = [error.ndim - 1] if error.ndim < 3 else [error.ndim - 1, 1]
-    places, squares = range(error.ndim), error * error
+    places = range(error.ndim)
     return StepErrors(
         count=error.size,
-        total=float(error.sum()),
+        total=total,
         energies=tuple(
             np.atleast_1d(squares.sum(axis=tuple(place for place in places if place != axis))) for axis in axes
         ),
-        low=float(target.min()),
-        high=float(target.max()),
+        low=low,
+        high=high,
         is_image=error.ndim > 3,
     )
 

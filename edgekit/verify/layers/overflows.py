@@ -77,7 +77,7 @@ def measure_size(value: Array) -> tuple[float, float]:
         kept = kept[np.isfinite(kept) & (kept > _MASK)]
     exact = kept.astype(np.float64, copy=False)
     rms = float(np.sqrt(np.einsum("i,i->", exact, exact) / max(1, kept.size)))
-    return float(np.abs(kept).max(initial=0.0)), rms
+    return float(max(kept.max(initial=0.0), -kept.min(initial=0.0))), rms
 
 
 def _lies_above(value: Array, least: float) -> bool:
