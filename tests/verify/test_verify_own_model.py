@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_models import make_contents
 from fixture_types import present
 from msgspec.structs import replace
 from tiny_models import save_net
 from verify_devices import InProcess, Lie, from_list, restate
 
 from edgekit._ort import Level, SessionSettings
-from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_outputs
 from edgekit.data.samples import Samples, order_for_runs
 from edgekit.jobs.build import build
@@ -102,6 +103,15 @@ def test_of_half_precision_the_file_that_ran_is_the_own_model(bundle: Bundle, pr
     stated = restate(bundle, precision=precision)
     own, _ = run_own_model(stated, "runtime", samples, KnownOutputs(room_bytes=1 << 20))
     assert present(own).source == f"the bundle's '{file}' here"
+
+
+def test_the_runs_for_a_self_test_serve_the_verification(tmp_path: Path) -> None:
+    known = KnownOutputs()
+    bundle = write_bundle(make_contents(tmp_path), tmp_path / "out", known)
+    assert known.ran == bundle.manifest.golden.samples
+    report = verify_bundle(bundle, [InProcess()], known=known)
+    assert known.ran == bundle.manifest.golden.samples
+    assert report.passed == verify_bundle(bundle, [InProcess()]).passed
 
 
 def run_own(bundle: Bundle, samples: Samples) -> list[Tensors]:
