@@ -72,7 +72,7 @@ def test_large_tensors_are_measured_in_parts_as_if_in_one() -> None:
     wanted = rng.normal(size=100_000)
     found = wanted + rng.normal(size=wanted.size) / 100
     found[70_000] += 1
-    errors, error = metrics.measure_errors(wanted, found), found - wanted
+    errors, error = measure(wanted, found), found - wanted
     expected = {
         "abs_sum": abs(error).sum(), "error_sum": error.sum(), "error_energy": error @ error,
         "reference_energy": wanted @ wanted, "energy": found @ found, "dot": wanted @ found, "max_abs": error.max(),
@@ -80,7 +80,7 @@ def test_large_tensors_are_measured_in_parts_as_if_in_one() -> None:
     }  # fmt: skip
     assert {name: getattr(errors, name) for name in expected} == pytest.approx(expected)
     found[90_000] = np.nan
-    lost = metrics.measure_errors(wanted, found)
+    lost = measure(wanted, found)
     assert (lost.non_finite, lost.position, any(getattr(lost, name) for name in SUMS)) == (1, 90_000, False)
 
 

@@ -114,7 +114,7 @@ class SampleErrors(msgspec.Struct, frozen=True, kw_only=True):
     elements: int
     non_finite: int
     numeric: bool
-    matches: int
+    matches: int = 0
     reference_non_finite: int = 0
     error_sum: float = 0.0
     error_energy: float = 0.0
@@ -162,21 +162,25 @@ def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
 
 
 def measure_errors(reference: Array, got: Array) -> SampleErrors:
-    """Returns the sums of one sample of reals; arrays of different shapes have no matches."""
+    """Returns the sums of one sample of reals that `sqnr_db` and `bias_share` need, and the largest error.
+
+    Arrays of different shapes are not measurable.
+    """
     if reference.shape != got.shape:
         elements = max(1, reference.size)
-        return SampleErrors(numeric=True, elements=elements, matches=0, non_finite=elements)
-    return _measure_rows(reference.reshape(1, -1), got.reshape(1, -1))[0]
+        return SampleErrors(numeric=True, elements=elements, non_finite=elements)
+    return _measure_rows(reference.reshape(1, -1), got.reshape(1, -1), whole=False)[0]
 
 
-def _measure_rows(wanted: Array, found: Array) -> list[SampleErrors]:
-    """Returns the sums of each row; a row with a value that is not finite has none."""
+def _measure_rows(wanted: Array, found: Array, *, whole: bool = True) -> list[SampleErrors]:
+    """Returns the sums of each row, all if `whole`; a row with a value that is not finite has none."""
     count, elements = wanted.shape
     if not elements:
-        return [SampleErrors(numeric=True, elements=0, matches=0, non_finite=0)] * count
+        return [SampleErrors(numeric=True, elements=0, non_finite=0)] * count
     spans = [slice(start, start + _AT_ONCE) for start in range(0, elements, _AT_ONCE)]
     with np.errstate(over="ignore", invalid="ignore"):
-        parts = [_measure_part(*(side[:, span].astype(np.float64) for side in (wanted, found))) for span in spans]
+        pairs = ((wanted[:, span].astype(np.float64), found[:, span].astype(np.float64)) for span in spans)
+        parts = [_measure_part(*pair, whole=whole) for pair in pairs]
         stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
         columns = {name: values.sum(axis=0) for name, values in stacked.items()}
         columns["max_abs"] = stacked["max_abs"].max(axis=0)
@@ -187,21 +191,25 @@ def _measure_rows(wanted: Array, found: Array) -> list[SampleErrors]:
             columns[name] = np.where(is_bad, 0.0, sums)
         # The first part with a value that is not finite, or with the largest error.
         first = np.where(is_bad, stacked["non_finite"] > 0, stacked["max_abs"]).argmax(axis=0)
-        columns["position"] = first * _AT_ONCE + stacked["position"][first, np.arange(count)]
+        if whole:
+            columns["position"] = first * _AT_ONCE + stacked["position"][first, np.arange(count)]
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [SampleErrors(numeric=True, elements=elements, **dict(zip(columns, row, strict=True))) for row in rows]
 
 
-def _measure_part(wanted: Floats, found: Floats) -> dict[str, npt.NDArray[Any]]:
+def _measure_part(wanted: Floats, found: Floats, *, whole: bool) -> dict[str, npt.NDArray[Any]]:
     """Returns the sums, the extremes and the position of the worst value in each row of a part of all columns."""
     strange = ~np.isfinite(wanted)
     bad, error = strange | ~np.isfinite(found), found - wanted
     distance, non_finite = np.abs(error), np.count_nonzero(bad, axis=1)
-    return {
-        "matches": np.count_nonzero(wanted == found, axis=1), "non_finite": non_finite,
+    sums = {
+        "non_finite": non_finite, "error_sum": error.sum(axis=1), "error_energy": _dot(error, error),
+        "reference_energy": _dot(wanted, wanted), "max_abs": distance.max(axis=1),
+    }  # fmt: skip
+    return sums if not whole else sums | {
+        "matches": np.count_nonzero(wanted == found, axis=1),
         "reference_non_finite": np.count_nonzero(strange, axis=1), "abs_sum": distance.sum(axis=1),
-        "error_sum": error.sum(axis=1), "error_energy": _dot(error, error), "reference_energy": _dot(wanted, wanted),
-        "energy": _dot(found, found), "dot": _dot(wanted, found), "max_abs": distance.max(axis=1),
+        "energy": _dot(found, found), "dot": _dot(wanted, found),
         "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)),
     }  # fmt: skip
 
