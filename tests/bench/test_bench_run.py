@@ -23,7 +23,7 @@ from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.find import DeviceChoice
 from edgekit.devices.standalone import ort_runner
-from edgekit.errors import BundleError, DataError, DeviceError, UsageError
+from edgekit.errors import BundleError, DataError, DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.serialize import to_json
 from edgekit.target import load_target
@@ -241,20 +241,18 @@ def test_a_batch_of_n_is_one_run_of_n_samples(tmp_path: Path, data: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("opening", "message"),
+    ("opening", "error", "message"),
     [
-        (Opening(batch=2, dims={"N": 2}), "--batch says the size of 'N'"),
-        (Opening(dims={"M": 2}), "no dynamic dimension 'M'"),
+        (Opening(batch=2, dims={"N": 2}), UsageError, "--batch says the size of 'N'"),
+        (Opening(dims={"M": 2}), UsageError, "no dynamic dimension 'M'"),
+        (Opening(dims={"N": 0}), DataError, "the batch has no row: x of"),
     ],
 )
-def test_sizes_that_contradict_are_refused(tmp_path: Path, opening: Opening, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_sizes_that_contradict_or_are_zero_are_refused(
+    tmp_path: Path, opening: Opening, error: type[EdgekitError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         open_subject(batched_model(tmp_path / "m.onnx"), tmp_path, opening)
-
-
-def test_a_batch_without_a_row_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the batch has no row: x of"):
-        open_subject(batched_model(tmp_path / "m.onnx"), tmp_path, Opening(dims={"N": 0}))
 
 
 def test_a_batch_needs_a_dynamic_first_axis(tmp_path: Path) -> None:

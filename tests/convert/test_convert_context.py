@@ -11,7 +11,7 @@ from convert_models import make_float, make_qdq, save_text
 from edgekit.convert import context
 from edgekit.convert.context import ContextOptions, compile_context
 from edgekit.convert.convert import convert_model
-from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError
+from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, RuntimeRefusal, UsageError
 from edgekit.model.model import load_model
 from edgekit.prepare.constants import DISABLED
 from edgekit.target import load_target
@@ -57,23 +57,19 @@ def test_a_context_serves_the_chips_asked_for(tmp_path: Path, options: ContextOp
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        (ContextOptions(socs=("SM8550",)), "'SM8550' is no number of a SoC"),
-        (ContextOptions(archs=("v73",)), "there is no HTP version 'v73'"),
-        (ContextOptions(socs=("43",), archs=("73",)), "not both"),
+        (ContextOptions(socs=("SM8550",)), UsageError, "'SM8550' is no number of a SoC"),
+        (ContextOptions(archs=("v73",)), UsageError, "there is no HTP version 'v73'"),
+        (ContextOptions(socs=("43",), archs=("73",)), UsageError, "not both"),
+        (ContextOptions(socs=("43", "999")), RuntimeRefusal, "soc_model=43,999"),
     ],
 )
 @needs_qnn
-def test_chips_that_would_be_misread_are_refused(tmp_path: Path, options: ContextOptions, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        convert_model(make_qdq(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out", context=options)
-
-
-@needs_qnn
-def test_a_chip_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    options = ContextOptions(socs=("43", "999"))
-    with pytest.raises(RuntimeRefusal, match="soc_model=43,999"):
+def test_chips_that_do_not_exist_or_would_be_misread_are_refused(
+    tmp_path: Path, options: ContextOptions, error: type[EdgekitError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         convert_model(make_qdq(tmp_path / "m.onnx"), load_target("qnn"), tmp_path / "out", context=options)
 
 

@@ -62,25 +62,22 @@ def test_factors_equalize_channels_and_weights(
 
 
 @pytest.mark.parametrize(
-    ("per_channel", "depthwise", "factor"),
+    ("per_channel", "bias", "depthwise", "factor"),
     [
-        ((), False, 8.0),
-        (("w1",), False, 16.0),
-        (("w2",), False, 8.0),
-        (("w1", "w2"), False, 16.0),
-        (("w1",), True, 16.0),
-        (("w1", "w2"), True, 64.0),  # weights with a scale for each channel are never too small
+        # Of the second channel the bias takes three quarters away, so its weights of 1 beside 16 leave 0.25 of 16.
+        ((), -0.75, False, 8.0),
+        (("w1",), -0.75, False, 16.0),
+        (("w2",), -0.75, False, 8.0),
+        (("w1", "w2"), -0.75, False, 16.0),
+        (("w1",), -0.75, True, 16.0),
+        (("w1", "w2"), -0.75, True, 64.0),  # weights with a scale for each channel are never too small
+        (("w1", "w2"), -2.0, True, 2.0**13),  # a channel that never fires grows once, and not with every pass
     ],
 )
 def test_shared_scales_count_weights(
-    tmp_path: Path, per_channel: tuple[str, ...], depthwise: bool, factor: float
+    tmp_path: Path, per_channel: tuple[str, ...], bias: float, depthwise: bool, factor: float
 ) -> None:
-    # Of the second channel the bias takes three quarters away, so its weights of 1 beside 16 leave 0.25 of 16.
-    assert weighted_factors(tmp_path, per_channel, bias=-0.75, depthwise=depthwise) == {"r": (1.0, factor)}
-
-
-def test_a_channel_that_never_fires_grows_once_and_not_with_every_pass(tmp_path: Path) -> None:
-    assert weighted_factors(tmp_path, ("w1", "w2"), bias=-2.0, depthwise=True) == {"r": (1.0, 2.0**13)}
+    assert weighted_factors(tmp_path, per_channel, bias=bias, depthwise=depthwise) == {"r": (1.0, factor)}
 
 
 def weighted_factors(
