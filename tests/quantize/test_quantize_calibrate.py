@@ -91,15 +91,6 @@ def test_no_method_cuts_the_probabilities_that_a_model_answers_with(tmp_path: Pa
     assert {ranges[method]["a"].high for method in RANGE_METHODS} == {1}
 
 
-def test_every_method_stays_within_minmax(net: Model, tmp_path: Path) -> None:
-    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "all", methods=tuple(RANGE_METHODS))
-    assert calibration.ranges.keys() == RANGE_METHODS.keys()
-    for ranges in calibration.ranges.values():
-        for name, span in ranges.items():
-            whole = calibration.ranges["minmax"][name]
-            assert whole.low <= span.low <= span.high <= whole.high
-
-
 def test_moving_average_is_the_mean_of_the_extremes_of_each_sample(net: Model, calibration: Calibration) -> None:
     check_ranges(net, calibration, ["c2", "r1"], "moving-average")
 
@@ -167,16 +158,6 @@ def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tm
         max(float(row["x"].max()) for row in arrays), rel=2e-3
     )
     assert calibration.ranges["percentile-99.9"]["x"].high < calibration.ranges["minmax"]["x"].high / 2
-
-
-def test_plain_methods_keep_no_statistics(net: Model, tmp_path: Path) -> None:
-    calibration = calibrate_model(net, random_samples(net), work=tmp_path / "plain", methods=("minmax",), fitting=False)
-    assert (calibration.measured, calibration.statistics, list(calibration.ranges)) == (
-        0,
-        "",
-        list(EXACT),
-    )
-    assert not (tmp_path / "plain" / "moments.bin").exists()
 
 
 def test_an_unknown_method_is_refused_before_work_starts(net: Model, tmp_path: Path) -> None:
@@ -304,19 +285,6 @@ def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path:
         quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")
 
 
-def test_layers_that_multiply_the_same_share_its_moments_in_memory_that_rests(tmp_path: Path) -> None:
-    text = """g (float[1,8,6] x) => (float[1,8,5] y, float[1,8,4] z) {
-      left = MatMul(x, a) z = MatMul(x, b) y = MatMul(left, c) }"""
-    model = make_model(text, tmp_path / "m.onnx", {"a": (6, 3), "b": (6, 4), "c": (3, 5)})
-    calibrate_model(model, random_samples(model, 9), work=tmp_path / "calibration")
-    assert (tmp_path / "calibration/sums.data").stat().st_size
-    stored = open_moments(tmp_path / "calibration")
-    one, two, three = (present(stored(f"n{index}_MatMul")) for index in range(3))
-    assert np.array_equal(one.covariance, two.covariance)
-    assert one.count == two.count
-    assert three.covariance.shape == (1, 3, 3)
-
-
 def test_an_array_in_a_file_keeps_what_was_written_while_it_rests(tmp_path: Path) -> None:
     file = ArrayFile(tmp_path / "arrays")
     first, none, second = (file.zeros(shape, np.float32) for shape in ((3, 5000), (0, 4), (2, 2)))
@@ -337,17 +305,6 @@ ARRAYS: dict[str, Array] = {
     "half": np.ones((2, 3, 1), np.float16)[:, ::-1],
     "big endian": np.arange(3, dtype=">i4").astype("<i4"),
 }
-
-
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    seen = {7: b"a" * 32, 0: b"b" * 32}
-    write_checkpoint(tmp_path / "c", "key", Checkpoint(seen=seen, arrays=ARRAYS))
-    found = present(read_checkpoint(tmp_path / "c", "key", 1 << 20))
-    assert (list(found.seen.items()), list(found.arrays)) == (list(seen.items()), list(ARRAYS))
-    for name, array in ARRAYS.items():
-        assert (found.arrays[name].dtype, found.arrays[name].shape) == (array.dtype, array.shape)
-        assert np.array_equal(found.arrays[name], array)
-    assert read_checkpoint(tmp_path / "absent", "key", 1 << 20) is None
 
 
 def test_bytes_changed_and_signed_again_are_refused_or_read_but_never_crash(tmp_path: Path) -> None:

@@ -17,16 +17,15 @@ from edgekit.graph.graph import view_model
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import Model
 from edgekit.progress import Budget
-from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.moments import MOMENTS
 from edgekit.quantize.calibration.store import StoredArrays, save_arrays
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.finer_weights import NORM
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.auto import Judged, plan_minmax
+from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.candidates import (
-    Judgement,
     Memo,
     Subject,
     choose_ranges,
@@ -37,10 +36,10 @@ from edgekit.quantize.mixed_precision.candidates import (
 )
 from edgekit.quantize.mixed_precision.relief import keep_float, relieve_step
 from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts
-from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
+from edgekit.quantize.plan import FloatNode, draft_plan
 from edgekit.quantize.ranges import TensorRange
 from edgekit.recipe import Data, Recipe
-from edgekit.target import Precision, load_target
+from edgekit.target import load_target
 
 
 def test_a_rounding_that_meets_no_numbers_is_left_out(net: Model, many: Calibration, tmp_path: Path) -> None:
@@ -59,16 +58,6 @@ def test_a_rounding_that_meets_no_numbers_is_left_out(net: Model, many: Calibrat
     assert "holds no numbers" in memo.budget.failed["rounding gptq"]
 
 
-def test_targets_that_differ_in_sign_share_the_judgement(tmp_path: Path) -> None:
-    text = SILU_NET.replace("s = Sigmoid(c) m = Mul(c, s)", "m = Relu(c)")
-    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
-    calibration, memo = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work"), Memo()
-    targets = load_target("cpu", {"arch": "x64-vnni"}), load_target("xnnpack")
-    cpu, xnnpack = (plan_quantization(model, calibration, target, "int8", memo=memo) for target in targets)
-    assert cpu.judged == xnnpack.judged
-    assert len(memo.judged) == 2  # quick roundings, and those that learn
-
-
 SILU_NET = """g (float[1,3,8,8] x) => (float[1,40] y) {
   c = Conv(x, w1, b1) s = Sigmoid(c) m = Mul(c, s)
   p = GlobalAveragePool(m) f = Flatten(p) y = Gemm<transB=1>(f, w2) }"""
@@ -84,15 +73,6 @@ def test_a_plan_is_the_same_alone_and_beside_other_targets(tmp_path: Path) -> No
         memo = Memo()
         for name in order:
             assert plan_quantization(model, calibration, targets[name], "int8", memo=memo) == alone[name]
-
-
-def test_same_statistics_give_the_same_bytes(net: Model, tmp_path: Path) -> None:
-    digests = set[str]()
-    for name in ("a", "b"):
-        calibration, plan = plan_model(net, tmp_path / name, "qnn", random_samples(net, count=32), "auto")
-        plan = msgspec.structs.replace(plan, rounding="refit")
-        digests.add(quantize_model(net, plan, calibration, tmp_path / f"{name}.onnx").model.sha256)
-    assert len(digests) == 1
 
 
 def test_few_samples_give_minmax_with_corrected_biases(net: Model, tmp_path: Path) -> None:
@@ -192,13 +172,6 @@ def test_a_judgement_is_shared_by_plans_that_differ_in_the_target_or_in_signs_al
     assert len({digest(), digest(unsigned_ops=(NORM,)), *changed}) == 6
 
 
-def test_the_quick_ratio_is_that_of_roundings_that_do_not_learn(net: Model, many: Calibration) -> None:
-    quick = tuple(Candidate(method="mse", rounding="bias", sqnr_db=ratio) for ratio in (20.0, 5.0))
-    learned = Candidate(method="mse", rounding="gptq", sqnr_db=30.0)
-    found = Judgement(candidates=(learned, *quick), method="minmax", unrounded_db=0.0)
-    assert Judged(draft=draft_of(net, many, "qnn"), found=found).quick_db == 20.0
-
-
 def test_a_step_keeps_the_ranges_before_it(collapsing: tuple[Model, Calibration]) -> None:
     model, calibration = collapsing
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
@@ -225,20 +198,6 @@ def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, tmp_
     wide = msgspec.structs.replace(recipe, max_drop=50.0)
     stated = quantize_for(net.path, data, tmp_path / "q.onnx", wide, QuantizeOptions(method="best"))
     assert (stated.max_drop, {trial.step for trial in stated.trials}) == (50.0, {"all", "minmax"})
-
-
-@pytest.mark.parametrize(
-    ("precision", "body"),
-    [("int16", "y = Relu(x)"), ("int8", "a = Mul(x, x) b = Mul(a, a) c = Mul(b, b) y = Mul(c, c)")],
-)
-def test_without_layers_there_is_nothing_to_round(tmp_path: Path, precision: Precision, body: str) -> None:
-    model = make_model(f"g (float[1,16] x) => (float[1,16] y) {{ {body} }}", tmp_path / "m.onnx")
-    calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
-    draft = draft_of(model, calibration, "qnn", precision)
-    judged = judge_draft(draft, Memo())
-    assert learn_roundings(draft, judged, Memo()) == judged
-    assert {(each.rounding, each.equalized) for each in judged.candidates} == {("nearest", False)}
-    assert "minmax" in {each.method for each in judged.candidates}
 
 
 # Planning a large model takes a number of runs that its size and its samples bound.
@@ -279,16 +238,6 @@ def test_runs_in_parallel_hold_no_more_than_32_mb_of_activations(rows: int, core
 def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model is a large one, which has the least of runs."""
     monkeypatch.setattr("edgekit.quantize.effort._FREE", 0)
-
-
-@pytest.mark.usefixtures("bounded")
-def test_with_a_bound_planning_takes_few_runs(net: Model, tmp_path: Path, runs: list[CpuSession]) -> None:
-    measured = calibrate_model(net, random_samples(net, count=24), work=tmp_path / "work")
-    assert any("2 of 8 held-out samples judge" in note for note in measured.notes)
-    runs.clear()
-    plan = plan_quantization(net, measured, load_target("nnapi"), "int8")
-    assert 0 < len(runs) <= 2 * 48
-    assert plan.judged[0].sqnr_db > 20
 
 
 @pytest.mark.usefixtures("bounded")

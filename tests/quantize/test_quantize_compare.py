@@ -49,11 +49,6 @@ def test_an_error_of_a_class_that_never_wins_counts_for_nothing(reference: Float
     assert (reference.compare(quiet, loud), reference.compare(quiet, quiet)) == (-found, 0.0)
 
 
-@pytest.mark.parametrize("bias", ["0.05, 0, 0, 0", "9, 0, 0, 0"])
-def test_decisions_move_whether_few_change_or_many(reference: FloatReference, tmp_path: Path, bias: str) -> None:
-    assert reference.compare(add_bias(tmp_path, bias), add_bias(tmp_path, "0, 0, 0, -1")) > 0
-
-
 def test_a_worse_model_runs_less(reference: FloatReference, tmp_path: Path, runs: list[CpuSession]) -> None:
     near, bad, nearer = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0", "0.1, 0, 0, 0"))
     assert reference.predict_drop(near).samples == reference.predict_drop(bad).samples == 100
@@ -69,14 +64,6 @@ def test_a_worse_model_runs_less(reference: FloatReference, tmp_path: Path, runs
     # What it gave for these samples is remembered.
     assert reference.predict_drop(worse).samples == 100
     assert len(runs) == 100
-
-
-def test_without_records_both_run(reference: FloatReference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    near, nearer = add_bias(tmp_path, "0.2, 0, 0, 0"), add_bias(tmp_path, "0.1, 0, 0, 0")
-    wanted = reference.look(nearer, rival=near)
-    monkeypatch.setattr("edgekit.quantize.accuracy.predict._MOST_REMEMBERED_BYTES", 0)
-    other = FloatReference(add_bias(tmp_path, "0, 0, 0, 0"), reference._samples)
-    assert other.look(nearer, rival=near) == wanted
 
 
 def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:

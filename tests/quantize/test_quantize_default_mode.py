@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
 from fixture_types import present
 from quantize_models import (
@@ -26,7 +25,7 @@ from quantize_models import (
 )
 
 from edgekit.data.samples import Samples
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model
 from edgekit.model.tensors import Array, StatedOutput, Tensors
 from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
@@ -287,35 +286,10 @@ def test_so_many_tensors_get_16_bits_as_pay(
     assert searched.chosen.step == chosen
 
 
-def test_where_all_make_the_noise_none_leave_8_bits(wide: tuple[Model, Calibration], tmp_path: Path) -> None:
-    _, few = run_search(begin_search(draw_branches(tmp_path, 2), told(0.3), tmp_path, "cpu"))
-    assert [trial.step for trial in few.trials] == ["all"]
-    # Of many, still more would take too much of the work out of integers.
-    _, many = run_search(begin_search(wide, told(0.3), tmp_path, "cpu"))
-    assert "relieve 40" not in {trial.step for trial in many.trials}
-
-
 def test_the_worst_tensors_take_no_more_noise_than_is_theirs() -> None:
     assert (bound_relief([6.0, 3.0, 1.0], 1), bound_relief([], 1)) == (0.6, 0.0)
     assert rise_db(0.9) == pytest.approx(10.0)
     assert rise_db(bound_relief([1.0] * 40, 8)) < LEAST_GAIN_DB < rise_db(bound_relief([1.0] * 40, 9))
-
-
-def test_what_was_tried_is_not_quantized_again_and_another_plan_is(begin: Begin) -> None:
-    search = begin(told(0.002, 15.0))
-    (plan, searched), work = run_search(search), search.work
-    anew = quantize_model(search.model, plan, search.calibration, work / "out.onnx")
-    assert write_chosen(search, plan, searched, work / "out.onnx") == anew
-    tried = search.tried[searched.chosen.step][1].model.path
-    assert (work / "out.onnx").read_bytes() == tried.read_bytes()
-    marked = onnx.load(str(tried))
-    marked.doc_string = "as it was tried"
-    onnx.save(marked, str(tried))
-    write_chosen(search, plan, searched, work / "tried.onnx")
-    assert onnx.load(str(work / "tried.onnx")).doc_string == "as it was tried"
-    other = msgspec.structs.replace(plan, rounding="nearest" if plan.rounding != "nearest" else "bias")
-    assert write_chosen(search, other, searched, work / "other.onnx").model.sha256 != anew.model.sha256
-    assert load_model(work / "other.onnx").node_count == anew.model.node_count
 
 
 @pytest.mark.parametrize(
@@ -409,15 +383,6 @@ def test_where_many_decisions_change_at_no_cost_16_bits_are_tried(begin: Begin, 
         r"--precision int16: 0.40 points are lost and 99.0% of the decisions are the same, \d\.\d\d times the bytes.*"
     )
     assert re.fullmatch(what, searched.advice) or not is_said
-
-
-def test_a_tried_plan_is_not_tried_again_for_advice(deep: tuple[Model, Calibration], tmp_path: Path) -> None:
-    steps = list[str]()
-    measure = told(lambda step: 0.5 if step == "all" else 0.2, steps=steps)
-    _, searched = run_all(begin_search(deep, measure, tmp_path, "nnapi"), 0.005)
-    assert not searched.met
-    assert steps.count("relieve 20") == [trial.step for trial in searched.trials].count("relieve 20") == 1
-    assert searched.advice.startswith("no plan that was tried loses less: more samples")
 
 
 READER = "g (float[1,12,24] x) => (float[1,12,9000] y) { h = MatMul(x, eye) l = MatMul(h, w) y = Add(l, b) }"

@@ -13,7 +13,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.constants import read_array
 from edgekit.model.external import read_place
-from edgekit.model.model import Model, find_reads, read_proto
+from edgekit.model.model import Model, read_proto
 from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.calibration.augment import augment_graph
@@ -21,7 +21,6 @@ from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.equalization.equalize import equalize_graph
 from edgekit.quantize.graph.float_graph import read_float_graph, store_float_graph
 from edgekit.quantize.graph.sessions import open_graph
-from edgekit.quantize.mixed_precision.score import strip_weights
 from edgekit.quantize.qdq import place_plan
 from edgekit.quantize.rounding import recall_rounded
 
@@ -138,15 +137,6 @@ def test_scaled_weights_are_written_beside_those_set_aside_once_and_are_the_same
     assert len(places) == 1
     assert places <= set(files)
     assert not any(read_place(tensor) for tensor in plain.proto.initializer)
-
-
-def test_what_stands_in_for_quantized_weights_leaves_nothing_to_compute_in_vain(model: Model, tmp_path: Path) -> None:
-    calibration, plan = plan_model(model, tmp_path, "cpu")
-    graph = open_float_graph(model, calibration)
-    stripped = strip_weights(place_plan(graph, plan, "m"), graph).graph
-    assert all(find_reads(stripped) & {*node.output} for node in stripped.node)
-    assert {tensor.name for tensor in stripped.initializer} <= find_reads(stripped)
-    assert sum(len(tensor.raw_data) for tensor in stripped.initializer) < 4 * 256 * 8
 
 
 def test_an_activation_is_measured_before_the_next_but_one_is_computed(net: Model) -> None:

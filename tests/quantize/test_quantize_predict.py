@@ -278,14 +278,6 @@ def test_a_loss_follows_what_outputs_mean(shape: str, tail: str, scale: float, m
     assert present(far.drop_estimate) > 0.05
 
 
-@pytest.mark.parametrize("shape", ["float[1,64]", "float[1,20,10]", "float[1,85,4,4]"])
-def test_an_embedding_and_a_raw_head_are_held_by_their_spread(shape: str, tmp_path: Path) -> None:
-    same, far = (drop_of(tmp_path, shape, "Identity", 0.1, bias) for bias in (1e-4, 0.4))
-    assert (same.measure, far.measure) == ("spread of the values (R2)",) * 2
-    assert same.meets(0.005)
-    assert not far.meets(0.005)
-
-
 def predict_pair(
     folder: Path, text: str, values: tuple[str, str], rows: list[Tensors], stated: OutputKind | None = None
 ) -> Prediction:
@@ -381,16 +373,6 @@ def test_one_score_for_each_of_many_boxes_is_no_choice_between_them(tail: str, m
     found = predict_pair(tmp_path, text, ("0.0", "2.0"), rows)
     assert found.measure == measure
     assert not found.meets(0.005)
-
-
-def test_lost_scores_are_seen_beside_boxes_in_pixels(tmp_path: Path) -> None:
-    text = "(float[1,50,6] x) => (float[1,50,6] y) <float[6] s = {1, 1, 1, 1, VALUE, VALUE}> { y = Mul(x, s) }"
-    rng = np.random.default_rng(0)
-    scale = np.array([200, 200, 200, 200, 0.1, 0.1])
-    rows: list[Tensors] = [{"x": (rng.normal(size=(1, 50, 6)) * scale).astype(np.float32)} for _ in range(9)]
-    found = predict_pair(tmp_path, text, ("1", "0"), rows)
-    assert found.sqnr_db > 60
-    assert found.drop_estimate == 1.0
 
 
 def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
@@ -713,25 +695,6 @@ def test_classes_of_four_axes_are_found(shape: tuple[int, ...], axis: int, kind:
     assert (found.kind, found.axis) == (kind, axis)
     if kind == "map":
         assert read_kind(tmp_path, values, stated={"y": StatedOutput(kind="map")}).axis == axis
-
-
-def test_the_drop_of_a_sequence_is_that_of_whole_answers() -> None:
-    """Truths are drawn from the float model's own probabilities: then its estimate must be right on average."""
-    rng = np.random.default_rng(1)
-    reading, records, before, after = Reading(kind="sequence", axis=1), list[Array](), 0, 0
-    for _ in range(1500):
-        row = reader_logits(rng, 16, 10, 6, letters=1)[None].transpose(0, 2, 1)
-        other = row + rng.normal(0, 1.2, row.shape).astype(np.float32)
-        records.append(MEASURES["sequence"].record(row, other, reading))
-        chances = np.exp(row[0]) / np.exp(row[0]).sum(axis=0)
-        truth = np.array([rng.choice(10, p=chances[:, step] / chances[:, step].sum()) for step in range(16)])
-        before += (row[0].argmax(axis=0) == truth).all()
-        after += (other[0].argmax(axis=0) == truth).all()
-    loss = MEASURES["sequence"].judge(records)
-    true = (before - after) / 1500
-    assert true > 0.05
-    assert loss.estimate == pytest.approx(true, abs=0.03)
-    assert loss.interval[0] <= true <= loss.interval[1]
 
 
 def test_each_token_is_a_decision_and_those_of_a_sample_tell_less() -> None:

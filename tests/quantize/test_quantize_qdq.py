@@ -95,13 +95,6 @@ def test_weights_and_biases_are_as_the_kernels_take_them(made: tuple[str, Model]
         assert np.allclose(bias_step.reshape(-1), (input_step * step).reshape(-1), rtol=1e-6)
 
 
-def test_a_residual_sum_is_quantized_on_both_sides(made: tuple[str, Model]) -> None:
-    units = Units(made[1])
-    add = units.find("Add")
-    assert [len(units.read(add, at)) for at in (0, 1)] == [2, 2]
-    assert len(units.write(add)) == 2
-
-
 def test_what_moves_or_averages_values_keeps_their_scale(made: tuple[str, Model]) -> None:
     units = Units(made[1])
     for op in ("AveragePool", "Reshape"):

@@ -309,15 +309,6 @@ def test_the_drop_is_estimated_by_the_stated_kind(tmp_path: Path) -> None:
     assert 0.7 < present(found.top1_agreement) < 1
 
 
-@pytest.mark.parametrize(("stated", "measure"), [("embedding", "nearest neighbours (recall@1)"), ("values", "spread")])
-def test_a_stated_embedding_needs_no_unit_length(tmp_path: Path, stated: OutputKind, measure: str) -> None:
-    model = make_model("g (float[1,16] x) => (float[1,16] y) { y = Neg(x) }", tmp_path / "m.onnx")
-    rows = np.random.default_rng(0).normal(0, 9, (40, 1, 16)).astype(np.float32)
-    samples = make_samples([{"x": row} for row in rows])
-    predicted = FloatReference(model, samples, {"y": StatedOutput(kind=stated)}).predict_drop(model)
-    assert predicted.measure.startswith(measure)
-
-
 def test_what_is_stated_to_be_no_image_gets_no_headroom(tmp_path: Path) -> None:
     text = """g (float[1,1,12,12] x) => (float[1,1,12,12] y) {
       c = Conv<pads=[1,1,1,1]>(x, w1, b1) r = Relu(c) y = Conv<pads=[1,1,1,1]>(r, w2) }"""

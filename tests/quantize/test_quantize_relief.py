@@ -104,21 +104,6 @@ def test_no_8_bits_lie_between_a_layer_and_what_left_8_bits(activation: str, tar
     assert sqnr_db(model, made) > sqnr_db(model, plain) + 6
 
 
-def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
-    text = "g (int64[1,4] x) => (float[1,4,16] y) { rows = Gather(table, x) h = MatMul(rows, w) y = Tanh(h) }"
-    model = make_model(text, tmp_path / "m.onnx", {"table": (50, 16), "w": (16, 16)})
-    samples = make_samples([{"x": np.arange(index, index + 4)[None]} for index in range(12)])
-    calibration, plan = plan_model(model, tmp_path, "qnn", samples)
-    relieved = relieve_tensors(read_float_graph(model), plan, ("table",), calibration, widens=True)
-    stored = {}
-    for each, wide in ((plan, {}), (relieved, {"table": 2 * 50 * 16})):
-        quantized = quantize_model(model, each, calibration, tmp_path / "q.onnx")
-        assert quantized.wide_constants == wide
-        (table,) = (each for each in Units(quantized.model).stored.values() if each.shape == (50, 16))
-        stored[table.dtype.name] = len(np.unique(table))
-    assert stored["uint16"] > 2 * stored["uint8"]
-
-
 def test_a_constant_has_16_bits_where_the_tensor_has_that_it_is_added_to(tmp_path: Path) -> None:
     text = """g (float[1,4] x) => (float[1,16] y)
         <float[4] mean = {75.5, 1.5, 0.5, 5}, float[4] step = {0.02, 0.9, 2, 0.3}>

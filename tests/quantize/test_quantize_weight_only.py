@@ -6,7 +6,6 @@ from typing import get_args
 import numpy as np
 import onnx
 import pytest
-from demo_paths import MODEL
 from onnx import TensorProto, helper, numpy_helper
 from quantize_models import make_model, make_samples, sqnr_db
 from tiny_models import parse_model
@@ -156,17 +155,6 @@ def drawn(count: int, seed: int) -> Samples:
     mix = np.random.default_rng(9).standard_normal((10, 100))
     rows = [rng.standard_normal((2, 10)) @ mix + 0.1 * rng.standard_normal((2, 100)) for _ in range(count)]
     return make_samples([{"x": row.astype(np.float32)} for row in rows])
-
-
-def test_blocks_that_learn_from_samples_err_less_on_others(tmp_path: Path) -> None:
-    model = make_perceptron(tmp_path / "m.onnx")
-    ratios: dict[str, float] = {}
-    for rounding in get_args(BlockRounding):
-        options = WeightOnlyOptions(form="int4", rounding=rounding)
-        light = compress_weights(model, options, tmp_path / f"{rounding}.onnx", drawn(128, 1))
-        assert set(light.changed) == {"first", "second"}
-        ratios[rounding] = sqnr_db(model, light.model, drawn(20, 2))
-    assert ratios["gptq"] > ratios["nearest"] + 3
 
 
 @pytest.mark.parametrize(("level", "written"), [(0, []), (4, [4])])
@@ -362,11 +350,6 @@ def test_the_fp16_form_computes_the_same_with_what_is_kept_in_float32(name: str,
     nodes = proto.graph.node
     assert len({node.name for node in nodes}) == len(nodes)
     assert casts is None or sum(node.op_type == "Cast" for node in nodes) == casts
-
-
-def test_the_fp16_form_of_a_trained_model_is_sound(tmp_path: Path) -> None:
-    model = prepare_model(load_model(MODEL), tmp_path / "p.onnx", {})
-    onnx.checker.check_model(read_proto(convert_to_fp16(model, (), tmp_path / "h.onnx").model))
 
 
 def test_weights_beyond_the_largest_half_are_named(tmp_path: Path) -> None:

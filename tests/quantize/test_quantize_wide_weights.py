@@ -8,7 +8,6 @@ import onnx
 import pytest
 from exported_models import draw_inputs, export_bert
 from fixture_types import present
-from onnx import numpy_helper
 from quantize_models import (
     Units,
     dequantized_constants,
@@ -174,20 +173,6 @@ def list_layers(model: Model) -> dict[str, tuple[Array, tuple[float, float]]]:
     return found
 
 
-def test_the_parts_of_a_layer_reach_as_far_as_its_inputs_allow(tmp_path: Path) -> None:
-    """What samples did not show, all inputs at their ends at once, is not clipped."""
-    model, one, two = quantize_wide(LAYERS["product"], tmp_path)
-    weight = Units(model).stored["m"]
-    seen = np.concatenate([row["x"].reshape(-1, 12) for row in random_samples(model, 24).read()])
-    (known,), parts = list_layers(one).values(), list_layers(two)
-    (first, ends), (rest, (low, high)) = parts["first"], parts["rest"]
-    assert np.abs(first + rest - weight).max() < np.abs(weight).max() / 2**14
-    reached = [rest * each(seen, axis=0)[:, None] for each in (np.min, np.max)]
-    assert high == pytest.approx(np.maximum(*reached).sum(axis=0).max(), rel=0.02)
-    assert low == pytest.approx(np.minimum(*reached).sum(axis=0).min(), rel=0.02)
-    assert ends == pytest.approx((known[1][0] - high, known[1][1] - low), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("precision", "weights", "sums"), [("int16", "wv", 1), ("int16", "v", 1), ("int16", "w", 0), ("int8", "wv", 0)]
 )
@@ -315,21 +300,6 @@ def test_products_of_3_axes_get_lpbq(bert: tuple[Model, Calibration], tmp_path: 
     assert set(units.stored) <= {name for node in units.makers.values() for name in node.input}
     gemms = [node for node in units.nodes if node.op_type == "Gemm"]
     assert {units.makers[node.input[1]].op_type for node in gemms} == {"DequantizeLinear"}
-
-
-def test_rounding_by_samples_gives_other_integers(bert: tuple[Model, Calibration], tmp_path: Path) -> None:
-    noise: dict[str, float] = {}
-    graph = read_float_graph(bert[0])
-    for rounding in ("nearest", "gptq"):
-        made = quantize_model(bert[0], plan_blocks(*bert, rounding=rounding), bert[1], tmp_path / f"{rounding}.onnx")
-        stored = Units(made.model).stored
-        first = products(made.model.path)[0]
-        packed, scales = stored[first.input[1]], stored[first.input[2]]
-        values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1).astype(np.float32) - 8
-        weight = numpy_helper.to_array(graph.constants[first.input[1].removesuffix("_q4")])
-        noise[rounding] = float(np.abs((values * scales[..., None]).reshape(len(scales), -1).T - weight).max())
-        assert noise[rounding] < 4 * float(scales.max())
-    assert noise["gptq"] != noise["nearest"]
 
 
 def test_a_weight_that_keeps_8_bits_is_in_no_block(bert: tuple[Model, Calibration], tmp_path: Path) -> None:

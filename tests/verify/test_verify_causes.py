@@ -14,7 +14,7 @@ from markupsafe import escape
 from msgspec.structs import replace
 from tiny_models import save_net
 from verify_devices import InProcess, from_list, restate
-from verify_models import break_layer, change_weights, find_weights, job_of, make_images, quantize, save_network
+from verify_models import change_weights, find_weights, job_of, make_images, quantize, save_network
 
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs
@@ -255,14 +255,6 @@ def test_the_loss_of_a_noisy_device_is_attributed_to_the_device(steps: dict[Step
     explained = attribute_loss(honest, verify_bundle(honest, [device]), steps)
     assert "step 'device'" in present(explained.advice)
     assert all(step.accuracy is not None for step in explained.attribution)
-
-
-def test_a_broken_layer_is_named_in_a_report_that_fails(steps: dict[Step, Model], tmp_path: Path) -> None:
-    broken = break_layer(steps["quantize"], tmp_path / "model.onnx", "conv3", lambda weight: -weight)
-    report = verify_bundle(bundle_of(steps, broken, tmp_path), [InProcess()])
-    assert not report.passed
-    assert report.first_bad_layer == "conv3"
-    assert any(line.startswith("layer 'conv3' (Conv) is the first whose") for line in list_verify_remarks(report))
 
 
 def test_untraced_layers_are_not_left_out_in_silence(steps: dict[Step, Model], tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from tiny_models import save_net
 from verify_devices import InProcess, from_list, turning
 from verify_models import LAYERS, change_weights, job_of, make_images, turn_weights
 
-from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.graph.graph import view_model, view_part
+from edgekit.graph.graph import view_part
 from edgekit.model.model import Model, read_proto
 from edgekit.verify.layers.comparison import LayerReport, Located
 from edgekit.verify.layers.on_device import (
@@ -264,21 +264,6 @@ def test_a_layer_is_named_where_the_error_arises(models: tuple[Model, Model], tm
     assert note == "the error grows from layer to layer, at none by 6 dB"
     located = locate_on_device(InProcess(), job_of(models[1]), tmp_path / "none")
     assert (located.layer, located.runs) == (None, 1)
-
-
-def test_beginnings_compute_what_the_whole_does(models: tuple[Model, Model], tmp_path: Path) -> None:
-    graph = read_proto(models[1]).graph
-    rounded = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-    cuts = plan_cuts(view_part(graph), plan_probes(models[1]))
-    assert len(cuts) >= LAYERS
-    assert not any(rounded.intersection(outputs) for _, outputs in cuts[:-1])
-    assert cuts[-1] == ("flatten", ("y",))
-    sample = next(iter(make_images(1)))
-    for model in models:
-        for index, (_, outputs) in enumerate(plan_cuts(view_model(read_proto(model)), plan_probes(model))):
-            part = save_prefix(model, outputs, tmp_path / f"{model.name}{index}.onnx")
-            found = CpuSession(part.path, SessionSettings(level=Level.DISABLED)).run(sample)
-            assert tuple(found) == outputs
 
 
 def test_a_branching_model_with_a_body_and_constants_is_cut(tmp_path: Path) -> None:

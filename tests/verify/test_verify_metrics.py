@@ -295,12 +295,6 @@ def test_a_broken_file_is_a_mismatch() -> None:
     assert (report.mismatch, report.samples) == ("cannot be read: 'out/3.npy' is cut off", 3)
 
 
-def test_nan_of_the_reference_is_told_apart() -> None:
-    bad: list[Tensors] = [{"y": np.array([[np.nan, np.inf, 1.0]])}]
-    report = compare(bad, bad)
-    assert (report.non_finite, report.reference_non_finite) == (2, 2)
-
-
 def test_nothing_compared_is_no_evidence() -> None:
     assert compare_outputs(from_list([]), from_list([])) == ()
     rows: list[Tensors] = [{"y": row["y"], "boxes": np.zeros((0, 4), np.float32)} for row in ROWS]

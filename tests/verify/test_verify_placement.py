@@ -350,9 +350,3 @@ def test_a_compiled_node_of_a_profile_or_a_context_file_holds_the_work(tmp_path:
         assert (describe_unmatched(run, replace(job, model=tmp_path / name)) is None) is whole
     onnx.save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "m.onnx")
     assert describe_unmatched(run, replace(job, model=tmp_path / "m.onnx")) is not None
-
-
-@pytest.mark.parametrize(("count", "end"), [(5, "'n3', 'n4'"), (6, "'n3', 'n4', ...")])
-def test_of_many_nodes_that_ran_nowhere_five_are_named(count: int, end: str) -> None:
-    nodes = tuple(checked(f"n{index}", "Conv", 10 + index) for index in range(count))
-    assert str(describe_unmatched(*observe("r Relu npu", nodes, source="session"))).endswith(end)
