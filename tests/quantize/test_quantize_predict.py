@@ -185,11 +185,12 @@ def test_samples_of_one_answer_are_told(last: int, count: int, *, is_one: bool, 
     assert [line.startswith("warning: all 20 samples have the same answer") for line in lines] == [True] * is_one
 
 
-def test_whole_numbers_behind_the_classes_of_two_networks_are_answers(tmp_path: Path) -> None:
-    text = """g (float[1,3,4] x) => (int64[1,4] y) <float[1,3,1] b = {SHIFT, 0, 0}, int64 none = {0}> {
-        a = ArgMax<axis = 1, keepdims = 0>(x)  g = Add(x, b)  c = ArgMax<axis = 1, keepdims = 0>(g)
-        is = Equal(c, none)  y = Where(is, none, a) }"""
-    exact, other = (make_model(text.replace("SHIFT", each), tmp_path / f"{each}.onnx") for each in ("0", "0.4"))
+@pytest.mark.parametrize(("op", "shift"), [("ArgMax", "0.4"), ("ArgMin", "-0.4")])
+def test_whole_numbers_behind_the_classes_of_two_networks_are_answers(op: str, shift: str, tmp_path: Path) -> None:
+    text = f"""g (float[1,3,4] x) => (int64[1,4] y) <float[1,3,1] b = {{SHIFT, 0, 0}}, int64 none = {{0}}> {{
+        a = {op}<axis = 1, keepdims = 0>(x)  g = Add(x, b)  c = {op}<axis = 1, keepdims = 0>(g)
+        is = Equal(c, none)  y = Where(is, none, a) }}"""
+    exact, other = (make_model(text.replace("SHIFT", each), tmp_path / f"{each}.onnx") for each in ("0", shift))
     rows = np.random.default_rng(0).normal(size=(60, 1, 3, 4)).astype(np.float32)
     found = FloatReference(exact, make_samples([{"x": row} for row in rows])).predict_drop(other)
     one, two = (CpuSession(model.path, SessionSettings()) for model in (exact, other))

@@ -18,7 +18,8 @@ from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = MOVES | {"Identity", "Cast", "Resize"}
 _WHOLE = frozenset({"bool", "int32", "int64"})
-_SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
+_CHOOSING_OPS = frozenset({"ArgMax", "ArgMin"})
+_SQUASHING_OPS = _CHOOSING_OPS | {"Softmax", "LogSoftmax", "Sigmoid"}
 # The mean of probabilities, such as those of moments of a sound, is one.
 _MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
 KIND_SAMPLES = 16
@@ -472,16 +473,19 @@ def _is_distribution(rows: Array) -> bool:
 
 
 def find_squash(graph: Graph, name: str) -> str:
-    """Returns the Softmax, Sigmoid or ArgMax before an output, "" for none."""
+    """Returns which of _SQUASHING_OPS is before an output, "" for none."""
     return _trace_squash(graph, name)[0]
 
 
 def _follows_from_classes(graph: Graph, name: str) -> bool:
-    """Returns True if whole numbers are computed from the classes of an ArgMax, as where one network gates another."""
+    """Returns True if whole numbers are computed from the classes of an ArgMax, as where one network gates another.
+
+    The entries of a code book that an ArgMin finds nearest are classes too.
+    """
     todo, seen = [name], set[str]()
     while todo:
         node = graph.producers.get(todo.pop())
-        if node is not None and node.op_type == "ArgMax":
+        if node is not None and node.op_type in _CHOOSING_OPS:
             return True
         if node is not None and node.name not in seen:
             seen.add(node.name)
@@ -490,7 +494,7 @@ def _follows_from_classes(graph: Graph, name: str) -> bool:
 
 
 def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:
-    """Returns the Softmax, Sigmoid or ArgMax before an output ("" for none), and the tensors from its input on back.
+    """Returns which of _SQUASHING_OPS is before an output ("" for none), and the tensors from its input on back.
 
     Between these tensors, the operator and the output values are only moved, or averaged behind the operator.
     """

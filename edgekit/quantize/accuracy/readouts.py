@@ -85,7 +85,7 @@ def find_origins(graph: Graph, name: str, room: int = _MOST_NODES) -> tuple[Orig
     elif node.op_type == "Transpose":
         order = node.entries("perm") or tuple(reversed(range(len(shape))))
         found = [origins[axis] for axis in order] if len(order) == len(origins) else None
-    elif node.op_type in MOVES | _REDUCING | {"ArgMax", "Gather", "Split"}:
+    elif node.op_type in MOVES | _REDUCING | {"ArgMax", "ArgMin", "Gather", "Split"}:
         found = _match(source, shape, origins, is_moved=node.op_type in MOVES)
     return tuple(found) if found is not None and len(found) == len(shape) else unknown
 

@@ -40,7 +40,7 @@ def are_raw_scores(values: Array) -> bool:
 
 # Operators that may lie between a compared tensor and an output.
 _SHAPE_OPS = MOVES | {"Identity", "Cast"}
-_SELECTION_OPS = frozenset({"ArgMax", "TopK"})
+_SELECTION_OPS = frozenset({"ArgMax", "ArgMin", "TopK"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
 # The mean error of fewer values is mostly chance: with n values it is off by about 1 / sqrt(2 n), 12 % for 32.
 # Detectors concatenate a few parts (boxes, scores, landmarks), sequences more. Both chosen by hand.
