@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 from onnxruntime.quantization import base_quantizer, qdq_quantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.quant_utils import find_by_name
@@ -20,8 +20,6 @@ from quantize_models import (
     CONV_SHAPES,
     dequantized_constants,
     make_model,
-    make_samples,
-    op_types,
     plan_model,
     random_samples,
     sqnr_db,
@@ -35,10 +33,9 @@ from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model, save_proto
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize import _ort_quantizer as door
-from edgekit.quantize._ort_quantizer import find_plan_grids, place_qdq
+from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.quantize.mixed_precision.score import grids_to_inputs
 from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.qdq import compact_qdq, place_plan
 from edgekit.target import Precision, load_target
@@ -150,23 +147,6 @@ def test_weight_kept_as_integers_behind_dequantize_is_a_float_weight(tmp_path: P
     assert sqnr_db(model, quantized.model, random_samples(model, seed=5)) > 25
 
 
-def test_an_if_and_its_branches_stay_float(tmp_path: Path) -> None:
-    text = """g (float[1,3,8,8] x, bool c) => (float[1,8,8,8] y) {
-      a = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w1, b1)
-      r = Relu(a)
-      y = If(c) <then_branch = t () => (float[1,8,8,8] p) { p = Add(a, r) },
-                 else_branch = e () => (float[1,8,8,8] q) { q = Mul(r, r) }> }"""
-    model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,)})
-    rng = np.random.default_rng(0)
-    arrays = [{"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32), "c": np.array(i % 2 == 0)} for i in range(8)]
-    quantized = quantize_net(model, tmp_path, "nnapi", make_samples(arrays))
-    session = CpuSession(quantized.model.path, SessionSettings())
-    plain = CpuSession(model.path, SessionSettings())
-    for sample in arrays:
-        assert np.allclose(session.run(sample)["y"], plain.run(sample)["y"], atol=0.2)
-    assert op_types(quantized.model).count("If") == 1
-
-
 def test_only_ort_refuses(net: Model, calibration: Calibration, capsys: pytest.CaptureFixture[str]) -> None:
     graph = read_float_graph(net)
     plan = draft_plan(net, graph, calibration, load_target("nnapi"), "int8")
@@ -264,26 +244,6 @@ def _count_visits(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patched.setattr(ONNXModel, "replace_node_input", staticmethod(counting))
         _write(model, plan)
     return visits
-
-
-@pytest.mark.parametrize("target", ["nnapi", "cpu", "qnn"])
-def test_scales_for_other_ranges_are_those_of_another_placement(target: str, tmp_path: Path) -> None:
-    model = make_model(WEB, tmp_path / "m.onnx", WEIGHTS)
-    calibration, plan = plan_model(model, tmp_path, target, random_samples(model, count=32))
-    if target == "qnn":
-        plan = msgspec.structs.replace(plan, wide={"m": plan.ranges["m"]})
-    other = msgspec.structs.replace(plan, ranges=calibration.ranges["mse"])
-    graph = read_float_graph(model)
-    one, two = place_plan(graph, plan, "m"), place_plan(graph, other, "m")
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in two.graph.initializer}
-    grids = find_plan_grids(graph, other, "m")
-    names = grids_to_inputs(one, grids)
-    assert len(names) > 8
-    assert all((grids[name] == stored[name]).all() and grids[name].dtype == stored[name].dtype for name in names)
-    # What is fed now stands in the other graph.
-    two.graph.ClearField("initializer")
-    one.graph.ClearField("initializer")
-    assert list(one.graph.node) == list(two.graph.node)
 
 
 TEXT = """net (float[1,2,4,4] x, bool flag) => (float[1,2,4,4] y)

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from fixture_types import present
 from quantize_models import draft_of, make_model, make_samples, plan_model, random_samples
 from tiny_models import parse_net
 
@@ -28,13 +27,12 @@ from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.candidates import (
     Memo,
     Subject,
-    choose_ranges,
     digest_draft,
     judge_draft,
     learn_roundings,
     needs_moments,
 )
-from edgekit.quantize.mixed_precision.relief import keep_float, relieve_step
+from edgekit.quantize.mixed_precision.relief import keep_float
 from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts
 from edgekit.quantize.plan import FloatNode, draft_plan
 from edgekit.quantize.ranges import TensorRange
@@ -170,17 +168,6 @@ def test_a_judgement_is_shared_by_plans_that_differ_in_the_target_or_in_signs_al
     floats = (*draft.plan.float_nodes, FloatNode(name="n5_Gemm", op="Gemm", reason=""))
     changed = (digest(grids={}), digest(op_types=ops), digest(float_nodes=floats), digest(rounding="bias"))
     assert len({digest(), digest(unsigned_ops=(NORM,)), *changed}) == 6
-
-
-def test_a_step_keeps_the_ranges_before_it(collapsing: tuple[Model, Calibration]) -> None:
-    model, calibration = collapsing
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
-    before = choose_ranges(read_float_graph(model), plan, calibration, "mse", "nearest")
-    subject = Subject(model=model, calibration=calibration, target=load_target("qnn"), precision="int8")
-    few, more, many, none = (relieve_step(subject, plan, count, before=before) for count in (8, 9, 14, 15))
-    assert none is None  # the model has seven tensors
-    for step in (present(few), present(more), present(many)):
-        assert (step.method, step.rounding, step.ranges) == ("mse", "nearest", calibration.ranges["mse"])
 
 
 def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, tmp_path: Path) -> None:

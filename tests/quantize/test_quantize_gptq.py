@@ -11,14 +11,12 @@ import onnx
 import pytest
 from fixture_types import present
 from onnx import TensorProto, numpy_helper, parser
-from quantize_models import make_model, make_samples, plan_model
+from quantize_models import make_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.graph.graph import view_model
 from edgekit.model.tensors import Array
-from edgekit.quantize import quantize_model
 from edgekit.quantize._ort_quantizer import channel_scales
-from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
@@ -38,7 +36,6 @@ from edgekit.quantize.gptq import (
 )
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import locate_patches, read_layers
-from edgekit.quantize.mixed_precision.candidates import choose_ranges
 from edgekit.quantize.rounding import Rounder, round_qdq_weights
 
 
@@ -350,31 +347,6 @@ def test_threads_read_moments_side_by_side(tmp_path: Path) -> None:
         for found in pool.map(stored, ["n"] * 40):
             assert present(found).count == 50
             assert np.array_equal(present(found).covariance, moment.covariance)
-
-
-NET = """g (float[1,16,6,6] x) => (float[1,8,12,12] y) {
-  y = ConvTranspose<kernel_shape=[4,4], strides=[2,2], pads=[1,1,1,1]>(x, w, b) }"""
-
-
-@pytest.mark.parametrize("target", ["qnn", "cpu"])
-def test_weights_of_transposed_convolutions_are_rounded_by_samples_too(target: str, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    # Channels that move together make up for each other's errors, and all of them have a mean.
-    mix = rng.normal(size=(16, 4))
-    rows: list[Array] = [3 + np.einsum("ck,khw->chw", mix, rng.normal(size=(4, 6, 6)))[None] for _ in range(48)]
-    samples = make_samples([{"x": row.astype(np.float32)} for row in rows])
-    weight = rng.normal(size=(16, 8, 4, 4)).astype(np.float32)
-    weight[0] *= 20
-    model = make_model(NET, tmp_path / "m.onnx", constants={"w": weight, "b": np.zeros(8, np.float32)})
-    calibration, plan = plan_model(model, tmp_path, target, samples)
-    session, noise = CpuSession(model.path, SessionSettings()), dict[str, float]()
-    for rounding in ("nearest", "bias", "gptq"):
-        chosen = choose_ranges(open_float_graph(model, calibration), plan, calibration, "minmax", rounding)
-        made = quantize_model(model, chosen, calibration, tmp_path / f"{rounding}.onnx").model
-        other = CpuSession(made.path, SessionSettings())
-        noise[rounding] = sum(float(((session.run(row)["y"] - other.run(row)["y"]) ** 2).sum()) for row in samples)
-    assert noise["bias"] < noise["nearest"]
-    assert noise["gptq"] < 0.5 * noise["bias"]
 
 
 CASES = {

@@ -7,15 +7,13 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from quantize_models import make_model, plan_model, quantize, random_samples
+from quantize_models import make_model, plan_model, quantize
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
-from edgekit.graph.constants import read_array
 from edgekit.model.external import read_place
 from edgekit.model.model import Model, read_proto
 from edgekit.quantize import _ort_quantizer as door
-from edgekit.quantize import calibrate_model
 from edgekit.quantize.calibration.augment import augment_graph
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.equalization.equalize import equalize_graph
@@ -64,17 +62,6 @@ def test_a_large_bias_outside_is_read(tmp_path: Path) -> None:
     made = quantize(make_model(text, tmp_path / "m.onnx", constants=dict.fromkeys("sbmv", rows)), tmp_path, "qnn")
     stored = read_proto(made.model).graph.initializer
     assert (onnx.TensorProto.INT32, [40000]) in [(tensor.data_type, list(tensor.dims)) for tensor in stored]
-
-
-def test_planning_reads_the_graph_that_was_calibrated_and_another_models_anew(model: Model, tmp_path: Path) -> None:
-    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
-    graph = open_float_graph(model, calibration)
-    assert graph.folder == tmp_path / "work"
-    table = next(tensor for tensor in graph.proto.initializer if tensor.name == "table")
-    assert not table.raw_data
-    assert np.array_equal(read_array(table, graph.folder), read_float_graph(model).weight("table"))
-    other = make_model(NET.replace("Relu", "Tanh"), tmp_path / "other.onnx", SHAPES)
-    assert {node.op_type for node in open_float_graph(other, calibration).nodes} >= {"Tanh"}
 
 
 def test_a_session_with_weights_in_a_file_gives_the_same(model: Model, tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_channel, widen_constants
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import Prediction
-from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.float_graph import range_source, read_float_graph
@@ -39,13 +38,9 @@ from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.relief import fit_inputs, relieve_tensors
 from edgekit.quantize.mixed_precision.score import (
     SWITCHES,
-    constants_to_inputs,
-    open_judge,
     switch_activations,
-    switch_weights,
 )
 from edgekit.quantize.mixed_precision.sensitivity import Bound, Noises, rank_activations, rank_plan, search_spans
-from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.quantize.qdq import build_qdq
 from edgekit.target import Precision, load_target
@@ -390,23 +385,6 @@ def test_no_switch_on_is_the_float_model(net: Model, tmp_path: Path) -> None:
     assert not np.array_equal(on["y"], plain["y"])
 
 
-def test_what_only_holds_values_of_another_needs_no_switch(tmp_path: Path) -> None:
-    text = """g (float[1,4,4] x) => (float[1,4,4] y) {
-      a = MatMul(x, w) t = Transpose<perm = [0, 2, 1]>(a) r = Transpose<perm = [0, 2, 1]>(t) b = MatMul(r, w)
-      y = Add(b, t) }"""
-    model = make_model(text, tmp_path / "m.onnx", {"w": (4, 4)})
-    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
-    graph = read_float_graph(model)
-    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8", method="minmax")
-    qdq = build_qdq(graph, plan, Path(calibration.statistics), "m")
-    assert {*switch_activations(qdq, graph)[1]} == {"x", "a", "t", "r", "b", "y"}
-    assert {*switch_activations(qdq, graph, sources=True)[1]} == {"x", "a", "b", "y"}
-    for node in qdq.graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[0].startswith("a"):
-            node.op_type = "Identity"
-    assert {*switch_activations(qdq, graph, sources=True)[1]} == {"x", "t", "r", "b", "y"}
-
-
 # Large constants of nodes that stay float: in 8 or 16 bits where the outputs do not notice, and only there.
 
 FRONT = """g (float[1,64] x) => (float[1,4] y) <float eps = {0.1}> {
@@ -458,29 +436,6 @@ def test_where_a_plan_is_poor_eight_bits_do(plain: Planned) -> None:
     plan = msgspec.structs.replace(plan, judged=tuple(poor))
     assert store_narrow(model, plan, calibration).narrow.bits == {"dft": 8}
     assert store_narrow(model, plan, calibration, reached_db=20.0).narrow.bits == {"dft": 16}
-
-
-def test_no_more_samples_are_run_than_rule_a_ratio_out(plain: Planned) -> None:
-    model, calibration, _ = plain
-    graph = open_float_graph(model, calibration)
-    fed, compared = constants_to_inputs(graph.model, {"dft"}), find_objective(graph, calibration)
-    judge = open_judge(fed, compared, Path(calibration.statistics), whole={"dft": _DFT})
-    other = {"dft": _DFT + np.float32(0.01)}
-    whole = judge(other)
-    assert judge({"dft": _DFT}, np.inf) == 80  # the most that a ratio says
-    assert whole < judge(other, 70.0) < 70
-    assert judge(other, whole) == whole
-
-
-def test_the_features_before_a_layer_with_a_switch_are_compared(plain: Planned) -> None:
-    model, calibration, _ = plain
-    graph = open_float_graph(model, calibration)
-    compared = find_objective(graph, calibration)
-    (last,) = {each.reader for each in compared if each.reader}
-    rounded = {last: {1: graph.weight("w2") + np.float32(0.01)}}
-    judge = open_judge(switch_weights(graph, rounded), compared, Path(calibration.statistics))
-    assert judge({SWITCHES: np.array([True])}) < 60
-    assert judge({SWITCHES: np.array([False])}) == 80
 
 
 def test_what_fewer_bits_round_away_stays_whole(tmp_path: Path) -> None:

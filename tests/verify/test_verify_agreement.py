@@ -275,7 +275,6 @@ def test_classes_below_their_limit_are_no_proof_of_sixteen_samples(changed: int,
     assert ("which may be chance with 16 samples" in told) is (verdict == "not proven")
 
 
-ROWS = 12
 NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,12,6] y)
   <int64[2] parts = {2,2}, int64[2] flat = {1,128}, int64[1] k = {12}, int64 cells = {64}, int64 side = {8},
    int64[1] two = {2}, int64[3] apart = {1,2,64}, float half = {0.5}>
