@@ -6,7 +6,7 @@ that graph, and not the one in the file.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import onnx
@@ -15,11 +15,8 @@ from edgekit.graph.graph import Graph, Node, Value, index_nodes
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 
-# The newest operator versions that ONNX Runtime propagates through (CanNodePropagate, 1.29 to 1.31).
-_MOVING: Mapping[str, tuple[int, ...]] = {
-    "MaxPool": (12,), "Reshape": (5, 13, 14, 19), "Transpose": (1, 13), "Squeeze": (1, 11, 13),
-    "Unsqueeze": (1, 11, 13), "Slice": (1, 10, 11, 13),
-}  # fmt: skip
+# The oldest version of each operator that ONNX Runtime propagates through (CanNodePropagate, 1.29 to 1.31).
+_MOVING = {"MaxPool": 12, "Reshape": 5, "Transpose": 1, "Squeeze": 1, "Unsqueeze": 1, "Slice": 1}
 
 # ONNX Runtime repeats the optimisers of a level this often (InferenceSession, max_num_graph_transformation_steps).
 _ROUNDS = 10
@@ -50,7 +47,7 @@ def propagate_quantization(graph: Graph) -> Graph:
 
 
 def _is_moving(node: Node) -> bool:
-    return not node.domain and node.since in _MOVING.get(node.op_type, ())
+    return not node.domain and node.op_type in _MOVING and node.since >= _MOVING[node.op_type]
 
 
 def _has_scalars(graph: Graph, node: Node) -> bool:

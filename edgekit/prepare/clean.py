@@ -297,12 +297,12 @@ def optimize_basic(proto: onnx.ModelProto, model: models.Model, path: Path, fold
 def _needs_two_passes(proto: onnx.ModelProto, opset: int) -> bool:
     """Returns True if a graph must be optimized before it is converted to an opset, and again after.
 
-    Constant folding removes operators that onnx's converter cannot lower. A GroupNormalization, for which ONNX Runtime
-    has no kernel, is replaced by its function body, whose shapes only the next session folds; its scale is per group
-    before opset 21, and per channel since.
+    Constant folding removes operators that onnx's converter cannot lower. A GroupNormalization or CastLike, for which
+    ONNX Runtime has no kernel, is replaced by its function body, whose constants only the next session folds; the scale
+    of a GroupNormalization is per group before opset 21, and per channel since.
     """
     own = read_opset(proto)
-    is_parted = any(node.op_type == "GroupNormalization" for node in models.iterate_nodes(proto.graph))
+    is_parted = any(node.op_type in {"GroupNormalization", "CastLike"} for node in models.iterate_nodes(proto.graph))
     return own <= MAX_OPSET and (opset < own or is_parted)
 
 

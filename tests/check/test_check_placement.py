@@ -370,7 +370,7 @@ def _spell(nodes: Iterable[tuple[str, Sequence[str], Sequence[str]]], outputs: I
     return [*sorted(made.get(name, name) for name in outputs), *sorted(ops)]
 
 
-@given(_graphs(), st.sampled_from([13, 17, 19]))
+@given(_graphs(), st.sampled_from([13, 17, 19, 21, 24]))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_added_is_what_onnx_runtime_adds(tmp_path: Path, body: str, opset: int) -> None:
     proto = parse_net(body, opset=opset)

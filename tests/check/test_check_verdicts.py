@@ -69,6 +69,14 @@ def test_a_node_that_stops_the_session_makes_the_verdict_no() -> None:
     assert (on_v79.fatal, on_v79.taken) == (False, True)
 
 
+@pytest.mark.parametrize("behind", ["y = Cast<to=2>(m)", "c = Cast<to=1>(m) y = Cast<to=2>(c)"])
+def test_bytes_that_are_pooled_make_no_session_also_where_the_graph_ends(behind: str) -> None:
+    pool = "m = MaxPool<kernel_shape=[2,2]>(x)"
+    for body in (f"{{ {pool} {behind} }}", f"{{ {pool.replace('m =', 'y =')} }}"):
+        first, *_ = check_text(f"(uint8[1,2,4,4] x) => (uint8[1,2,3,3] y) {body}", "qnn")
+        assert (first.fatal, first.taken) == (True, False)
+
+
 @pytest.mark.parametrize("attributes", ["", "<output_shape=[8,8]>", "<output_padding=[1,1], strides=[2,2]>"])
 @pytest.mark.parametrize(("weight", "fatal"), [("<float[1,1,2,2] w = {1,1,1,1}>", True), ("", False)])
 def test_a_crash_is_not_prevented_by_what_is_refused_after_it(attributes: str, weight: str, *, fatal: bool) -> None:

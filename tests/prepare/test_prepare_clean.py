@@ -449,6 +449,14 @@ def test_what_an_old_opset_means_by_a_node_stays(body: str, opset: int, tmp_path
     assert_near(*prepare(text, tmp_path, opset=opset, ir_version=4))
 
 
+def test_the_constants_that_a_cast_like_makes_are_folded(tmp_path: Path) -> None:
+    """As PyTorch's functions write their numbers: ONNX Runtime has no kernel for it, and folds its parts later."""
+    text = "g (float[2,3] x) => (float[2,3] y) <int64 h = {3}> { c = CastLike(h, x) d = Neg(c) y = Mul(x, d) }"
+    model, prepared = prepare(text, tmp_path, opset=17)
+    assert_near(model, prepared)
+    assert [node.op_type for node in onnx.load(str(prepared.path)).graph.node] == ["Mul"]
+
+
 @pytest.mark.parametrize(("own", "opset"), [(18, 18), (18, 20), (18, 21), (18, 23), (21, 18), (21, 20), (21, 22)])
 def test_a_group_normalization_has_scales_of_its_groups_or_channels(own: int, opset: int, tmp_path: Path) -> None:
     scales = "1, 2, 3, 4, 5, 6" if own >= 21 else "1, 2, 3"

@@ -503,7 +503,7 @@ def cast_by_floor(writer: Writer) -> None:
     """Writes a Cast of floats to whole numbers and back as Sign(x) * Floor(Abs(x)), for QNN, which drops both Casts."""
     whole = known(made_by(writer.graph, writer.x, "Cast"))
     kind = writer.graph.value(whole.input[0]).dtype
-    need(writer.dtype in {"int32", "int64"} and kind in FLOATS)
+    need(writer.dtype in {"int32", "int64", "uint32"} and kind in FLOATS)
     need(kind == writer.graph.value(writer.node.output[0]).dtype)
     floor = writer.add("Floor", [writer.add("Abs", whole.input, "size")], "floor")
     writer.add("Mul", [writer.add("Sign", whole.input, "sign"), floor])
