@@ -21,20 +21,18 @@ from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.moments import MOMENTS
 from edgekit.quantize.calibration.store import StoredArrays, save_arrays
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
-from edgekit.quantize.finer_weights import NORM
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.candidates import (
     Memo,
     Subject,
-    digest_draft,
     judge_draft,
     learn_roundings,
     needs_moments,
 )
 from edgekit.quantize.mixed_precision.relief import keep_float
 from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts
-from edgekit.quantize.plan import FloatNode, draft_plan
+from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.ranges import TensorRange
 from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
@@ -153,21 +151,6 @@ def test_learned_roundings_are_judged_once(net: Model, many: Calibration, monkey
 )
 def test_second_moments_are_tried_if_they_may_pay(reached: float, unrounded: float, weights: int, needed: bool) -> None:
     assert needs_moments(reached, unrounded, weights) is needed
-
-
-def test_a_judgement_is_shared_by_plans_that_differ_in_the_target_or_in_signs_alone(tmp_path: Path) -> None:
-    model = make_model(SILU_NET, tmp_path / "m.onnx", {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (40, 8)})
-    calibration = calibrate_model(model, random_samples(model, count=8), work=tmp_path / "work")
-    draft = draft_of(model, calibration, "nnapi")
-
-    def digest(**changes: object) -> str:
-        return digest_draft(msgspec.structs.replace(draft, plan=msgspec.structs.replace(draft.plan, **changes)))
-
-    ops = tuple(each for each in draft.plan.op_types if each != "Sigmoid")
-    assert digest() == digest(target="qnn") == digest(unsigned_ops=("MatMul",))
-    floats = (*draft.plan.float_nodes, FloatNode(name="n5_Gemm", op="Gemm", reason=""))
-    changed = (digest(grids={}), digest(op_types=ops), digest(float_nodes=floats), digest(rounding="bias"))
-    assert len({digest(), digest(unsigned_ops=(NORM,)), *changed}) == 6
 
 
 def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, tmp_path: Path) -> None:

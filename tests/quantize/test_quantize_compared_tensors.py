@@ -26,7 +26,6 @@ from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions
 from edgekit.quantize.mixed_precision.score import has_held_out, open_judge
 from edgekit.quantize.objective import find_enlarged, find_objective, measure_classes, measure_loss, measure_scores
-from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
 
 ONE = "(float[1,40] x) => (float[A,B] y) <int64[1] n = {3}> { z = Neg(x) "
@@ -205,16 +204,6 @@ def test_that_no_sample_judges_is_told(count: int, dtype: type, why: str, tmp_pa
 
 
 # The objective: what outputs decide counts, not the power of their errors; the surest classes do not tie.
-
-
-def test_for_small_errors_the_loss_is_twice_the_kullback_leibler_divergence() -> None:
-    rng = np.random.default_rng(0)
-    logits = rng.normal(0, 2, (50, 4))
-    others = logits + 0.02 * rng.normal(size=logits.shape)
-    chances, theirs = (softmax(each) for each in (logits, others))
-    diverged = (chances * np.log(chances / theirs)).sum(axis=1)
-    _, lost = measure_classes(logits)(others)
-    assert 2 * lost.sum() == pytest.approx(diverged.sum(), rel=0.02)
 
 
 def test_however_sure_a_model_is_a_decision_lost_is_one_decision() -> None:

@@ -32,9 +32,7 @@ from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
     Rounding,
-    lowest,
     pack_int4,
-    round_gptq,
     round_nearest,
     search_scale,
     weight_scale,
@@ -74,13 +72,6 @@ def test_a_searched_scale_cuts_off_what_costs_little() -> None:
     energy[:, 0] = 1e6
     assert (search_scale(matrix, energy=energy) > 0.85 * whole).all()
     assert (search_scale(matrix, energy=energy, floor=9.0) == 9.0).all()
-
-
-def test_gptq_uses_minus_8_of_4_bits() -> None:
-    matrix = -np.abs(np.random.default_rng(2).normal(size=(1, 4, 30))).astype(np.float32)
-    scale = np.abs(matrix).max(axis=2, keepdims=True).astype(np.float32) / 8
-    assert lowest(FOUR_LIMIT) == -8
-    assert round_gptq(matrix, np.eye(30)[None], scale, limit=FOUR_LIMIT).integers.min() == -8
 
 
 @pytest.mark.parametrize(("precision", "activation"), [("w4a16", "uint16"), ("w4a8", "uint8")])

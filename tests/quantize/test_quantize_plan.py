@@ -15,7 +15,6 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import assume_ranges
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
-from edgekit.quantize.mixed_precision.relief import relieve_tensors
 from edgekit.quantize.plan import draft_plan, leave_out, widen_ranges
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
@@ -36,16 +35,6 @@ def test_what_cannot_be_planned_is_refused(
     other = msgspec.structs.replace(calibration, model_sha256=digest or net.sha256)
     with pytest.raises(error, match=message):
         plan_quantization(net, other, load_target("qnn"), precision, method=method)
-
-
-def test_a_float_tensor_takes_its_maker_and_readers_out_of_8_bits(net: Model, calibration: Calibration) -> None:
-    plan = plan_quantization(net, calibration, load_target("nnapi"), "int8", method="minmax")
-    relieved = relieve_tensors(read_float_graph(net), plan, ("s", "x"), calibration, widens=False)
-    reasons = {node.name: node.reason for node in relieved.float_nodes if node not in plan.float_nodes}
-    assert set(reasons) == {"n0_Conv", "n3_Add", "n4_MaxPool"}
-    assert reasons["n0_Conv"] == "it makes or reads 'x', which 8 bits do not hold"
-    assert relieved.float_nodes[: len(plan.float_nodes)] == plan.float_nodes
-    assert relieved.wide == plan.wide == {}
 
 
 @pytest.mark.parametrize("api_level", ["28", "29"])

@@ -10,7 +10,6 @@ from exported_models import draw_inputs, export_bert
 from fixture_types import present
 from quantize_models import (
     Units,
-    dequantized_constants,
     find_searched,
     make_model,
     make_samples,
@@ -187,21 +186,6 @@ def test_weights_that_8_bits_hold_stay(precision: Precision, weights: str, sums:
     wide = msgspec.structs.replace(plan, bits=dict.fromkeys(weights, 16))
     made = quantize_model(model, wide, calibration, tmp_path / "q.onnx")
     assert op_types(made.model).count("Add") == sums
-
-
-def test_a_weight_with_one_scale_has_two(tmp_path: Path) -> None:
-    model = make_model(
-        f"g (float[1,8,10,12] x) => (float[1,a,b,c] y) {{ {LAYERS['padded']} }}",
-        tmp_path / "m.onnx",
-        {name: SHAPES[name] for name in "wb"},
-    )
-    calibration = calibrate(model, tmp_path)
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int16")
-    wide = msgspec.structs.replace(plan, axes={}, bits={"w": 16})
-    made = quantize_model(model, wide, calibration, tmp_path / "q.onnx").model
-    assert sqnr_db(model, made, random_samples(model, 24).read()) > 70
-    scales = [each for each in dequantized_constants(made, "y_QuantizeLinear_Input.edgekit.rest") if each.size == 1]
-    assert [each.shape for each in scales] == [(), ()]
 
 
 @pytest.mark.parametrize(("ends", "bounds"), [((1, 2), (-6, 2)), ((-2, -1), (-2, 6)), ((-1, 2), (-7, 5))])

@@ -56,14 +56,6 @@ def chance(total: int, share: float, limits: Thresholds) -> float:
     )
 
 
-@pytest.mark.parametrize("least", [0.9, 0.97, 0.99])
-@pytest.mark.parametrize("total", [8, 30, 100, 300, 900])
-def test_agreement_two_points_too_low_seldom_passes_on_the_bound(least: float, total: int) -> None:
-    limits = replace(BOUND, min_top1_agreement=least)
-    assert chance(total, least - 0.02, limits) <= LUCK
-    assert chance(total, least, limits) <= LUCK
-
-
 def test_the_bound_stops_luck_and_passes_a_good_model_with_enough_samples() -> None:
     assert chance(100, 0.88, replace(BOUND, gate="estimate", granted_samples=1)) > 0.2
     assert chance(100, 0.88, BOUND) < 0.01
