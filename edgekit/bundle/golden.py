@@ -251,7 +251,7 @@ def make_golden(
     out = as_path(out)
     for spec in model.outputs:
         if spec.dtype not in DTYPES and spec.dtype not in _FLATTENED:
-            words = f"output '{spec.name}' of '{model.path}' is a {spec.dtype}, which cannot be compared"
+            words = f"output '{spec.name}' of '{model.path}' is of type {spec.dtype}, which cannot be compared"
             raise ModelError(words, hint="leave it out: edgekit prepare MODEL --outputs NAME,...")
     if labels is not None and len(labels) != samples.count:
         words = f"there are {len(labels)} labels for {samples.count} samples of '{samples.source}'"
