@@ -187,7 +187,7 @@ def _measure_rows(wanted: Array, found: Array, *, whole: bool = True) -> list[Sa
         is_bad = columns["non_finite"] > 0
         for name in columns.keys() - _COUNTS:
             # Limited so that a million million sums stay finite; NaN becomes the least value.
-            sums = np.nan_to_num(columns[name], nan=-_LARGEST).clip(-_LARGEST, _LARGEST)
+            sums = np.minimum(np.fmax(columns[name], -_LARGEST), _LARGEST)
             columns[name] = np.where(is_bad, 0.0, sums)
         # The first part with a value that is not finite, or with the largest error.
         first = np.where(is_bad, stacked["non_finite"] > 0, stacked["max_abs"]).argmax(axis=0)
