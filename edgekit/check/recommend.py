@@ -216,12 +216,9 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     counts = [(count_macs(graph, node), node) for node in graph.nodes]
     total = sum(macs for macs, _ in counts)
     # Trees split at exact limits of their inputs, which 8 bits move.
-    if (
-        not total
-        and not count_unsized(graph)
-        and (trees := sorted({node.op_type for node in graph.nodes if node.domain == ML_DOMAIN}))
-    ):
-        return f"the work of this model is in {', '.join(trees)}, which {target.name} does not quantize"
+    trees = {node.op_type for node in graph.nodes if node.domain == ML_DOMAIN}
+    if trees and not total and not count_unsized(graph):
+        return f"the work of this model is in {', '.join(sorted(trees))}, which {target.name} does not quantize"
     supported = 0
     for macs, node in counts:
         entries = [op for op in book.op if node.op_type in op.types]
