@@ -377,8 +377,6 @@ def place_draft(draft: Draft) -> onnx.ModelProto:
 
 LEAST_BYTES = 1 << 14
 """Constants with fewer bytes are not worth storing in fewer bits: a choice."""
-# If all constants together cost too much, so many are tried one after another.
-_MOST_TRIED = 8
 _Bits = Literal[8, 16]
 _BITS: tuple[_Bits, ...] = (16, 8)
 
@@ -418,17 +416,11 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
 
     chosen: dict[str, _Bits] = {}
     ratio = math.inf
-    every, singles = tuple(sizes), tuple((name,) for name in list(sizes)[:_MOST_TRIED])
     for bits in _BITS:
-        for names in dict.fromkeys((every, *singles)):
-            trial = chosen.copy()
-            for name in names:
-                trial[name] = bits
-            found = judge(whole | {name: narrow(name, count) for name, count in trial.items()}, least)
-            if found >= least:
-                chosen, ratio = trial, found
-                if names == every:
-                    break
+        found = judge({name: narrow(name, bits) for name in sizes}, least)
+        if found < least:
+            break
+        chosen, ratio = dict.fromkeys(sizes, bits), found
     if not chosen:
         return plan
     saved = sum(sizes[name] * (32 - bits) // 32 for name, bits in chosen.items())
