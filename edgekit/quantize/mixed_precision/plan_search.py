@@ -11,7 +11,6 @@ import msgspec
 
 from edgekit._files import replace_file
 from edgekit.check.check import check_model
-from edgekit.check.macs import count_macs
 from edgekit.check.report import CheckReport
 from edgekit.data.intervals import wilson_interval
 from edgekit.model.external import skim_model
@@ -426,13 +425,9 @@ class _Attempts:
             return None
         has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
         share = 0.0 if self._goal.is_given else LEAST_INTEGER_SHARE if has_collapsed else DEFAULT_INTEGER_SHARE
-        least, must_keep = share * self.trials[0].integer_macs, not (has_collapsed and may_meet)
-        # If the plan alone shows that too little is left in integers, the model is not written.
-        if must_keep and share and bound_integer(self._search, plan) < least:
-            return None
         work = measure_work(self._search, step, plan)
-        is_kept = work.integer >= least
-        if not is_kept and must_keep:
+        is_kept = work.integer >= share * self.trials[0].integer_macs
+        if not is_kept and not (has_collapsed and may_meet):
             return None
         trial = measure_plan(self._search, step, plan, work)
         is_enough = is_kept or rescues(trial.prediction, self.trials[0].prediction)
@@ -473,21 +468,6 @@ class Work(NamedTuple):
 
     taken: float
     integer: float
-
-
-def bound_integer(search: Search, plan: QuantPlan) -> float:
-    """Returns an upper bound of the share of the work in integers.
-
-    A float node whose readers are all float has no Q behind it: it computes in float for certain.
-    """
-    graph, floats = search.graph, {node.name for node in plan.float_nodes}
-    macs = {node.name: count_macs(graph, node) for node in graph.nodes}
-    apart = [
-        macs[node.name]
-        for node in graph.nodes
-        if node.name in floats and all(reader.name in floats for name in node.output for reader in graph.readers(name))
-    ]
-    return round(1 - sum(apart) / max(sum(macs.values()), 1), 4)
 
 
 def measure_work(search: Search, step: str, plan: QuantPlan) -> Work:
