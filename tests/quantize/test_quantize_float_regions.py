@@ -279,6 +279,19 @@ def test_what_half_precision_does_not_hold_is_named(tmp_path: Path) -> None:
     assert "Mul" in list_floats(search(tmp_path / "full", full, 1e-5, 9))
 
 
+def test_an_app_scales_what_neither_16_bits_nor_half_precision_hold(tmp_path: Path) -> None:
+    """A table with columns of millions and of thousandths was told that 16 bits are no better, and nothing else."""
+    sizes = np.float32(10.0) ** np.arange(6, -4, -1, dtype=np.float32)
+    text = """g (float[1,10] x) => (float[1,4] y) { s = Sub(x, mean) d = Div(s, size) h = MatMul(d, w1) r = Relu(h)
+        y = MatMul(r, w2) }"""
+    layers = {"w1": (10, 32), "w2": (32, 4)}
+    model = make_model(text, tmp_path / "m.onnx", layers, constants={"mean": 2 * sizes, "size": sizes})
+    drawn = np.random.default_rng(0).normal(2, 1, (48, 1, 10)).astype(np.float32)
+    searched = find_searched(tmp_path, model, [{"x": row * sizes} for row in drawn], load_target("qnn"), "int8")
+    assert searched.chosen.prediction.sqnr_db < 20
+    assert searched.advice.endswith("let the app compute 'd' from it: edgekit prepare MODEL --inputs 'd' --out FILE")
+
+
 # Weights of a Gemm that adds what is no bias of one dimension, as ONNX Runtime makes it of a residual, in blocks.
 
 ROWS, WIDTH, HIDDEN = 3, 64, 96

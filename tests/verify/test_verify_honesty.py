@@ -63,6 +63,15 @@ def test_an_honest_device_that_happens_to_lie_near_the_float_model_is_no_replay(
     assert accused <= 1
 
 
+def test_a_sample_in_which_a_topk_picks_another_entry_here_convicts_no_device() -> None:
+    rng = np.random.default_rng(0)
+    wanted = rng.normal(size=(10, 32))
+    own, got = (wanted + rng.normal(scale=1e-3, size=wanted.shape) for _ in range(2))
+    own[3] += rng.normal(scale=0.1, size=32)
+    assert find_replay(make_sides(own, got, wanted)) is None
+    assert find_replay(make_sides(own, wanted + (got - wanted) / 100, wanted)) is not None
+
+
 @pytest.mark.parametrize("certain", [0, 2])
 def test_a_probability_that_happens_to_be_right_is_no_replay(certain: int) -> None:
     """Of two classes all is told by one number, and a sample that saturates tells nothing (seen: a text classifier)."""

@@ -309,14 +309,20 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
     if misses and trial.prediction.meets(choice.goal.max_drop):
         choice.change(chosen=trial, met=True, note=f"with {wider}, no other plan does")
         return
+    if wider and plan_search.loses_much(trial.prediction, is_noise=search.is_noise) and not choice.found.wide_range:
+        first = choice.found.trials[0].plan
+        lost = search.memo.budget.attempt(plan_search.MORE_RELIEF, relief.find_wide_range, search, first, trial.plan)
+        choice.change(wide_range=lost.beyond_float if lost is not None else ())
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
     _advise(choice, f"{what}: {_weigh(search, chosen, trial)}")
 
 
 def _advise(choice: _Choice, advice: str) -> None:
     """Adds advice to the result, which names a tensor that neither 16 bits nor the target's floats represent."""
-    beyond = (relief.explain_wide_range(name, choice.search.target) for name in choice.found.wide_range[:1])
-    choice.change(advice="; ".join((advice, *beyond)))
+    for name in choice.found.wide_range[:1]:
+        graph = choice.search.open_draft(choice.chosen.plan).graph
+        advice += f"; {relief.explain_wide_range(graph, name, choice.search.target)}"
+    choice.change(advice=advice)
 
 
 def _weigh(search: plan_search.Search, chosen: plan_search.Trial, other: plan_search.Trial) -> str:

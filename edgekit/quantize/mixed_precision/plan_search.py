@@ -233,11 +233,12 @@ def changes_many(prediction: Prediction) -> bool:
 def is_near(prediction: Prediction, *, is_noise: bool) -> bool:
     """Returns True if outputs are values that decide nothing, with at least GOOD_DB.
 
-    Values that hardly vary are not near if they surely lose much of their spread: that of a network whose ten answers
-    stay within 0.1 of their means fell by 32 to 63 % at 53 dB, and by 0.0 with its output in 16 bits. The spread over
-    samples of noise (`Search.is_noise`) does not count.
+    Values that hardly vary are not near if they surely lose much of their spread, or by the estimate a tenth of it:
+    that of a network whose ten answers stay within 0.1 of their means fell by 32 to 63 % at 53 dB, and by 0.0 with its
+    output in 16 bits. The spread over samples of noise (`Search.is_noise`) does not count.
     """
-    is_lost = not is_noise and prediction.drop_interval is not None and prediction.drop_interval[0] > _MUCH
+    is_sure = prediction.drop_interval is not None and prediction.drop_interval[0] > _MUCH
+    is_lost = not is_noise and (is_sure or (prediction.drop_estimate or 0.0) > MOST_CHANGED)
     return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= GOOD_DB and not is_lost
 
 

@@ -318,7 +318,7 @@ def find_wide_range(subject: candidates.Subject, first: QuantPlan, plan: QuantPl
     if is_relievable(first):
         ranked = rank_tensors(subject.open_draft(first), subject.memo)
         ruinous = {name for name, noise in ranked.items() if noise > 10 ** (-COLLAPSED_DB / 10)}
-        if not ruinous & plan.wide.keys():
+        if not (ruinous & plan.wide.keys() if is_relievable(plan) else ruinous):
             return WideRange()
     draft = subject.open_draft(plan)
     noise = rank_tensors(draft, subject.memo)
@@ -359,8 +359,22 @@ def keep_tensors_float(subject: candidates.Subject, plan: QuantPlan, names: tupl
     return kept if quantizes_any(graph, kept) else None
 
 
-def explain_wide_range(name: str, target: Target) -> str:
-    """Returns a line that says why neither 16 bits nor float16 represent a tensor, and what to do."""
+# Operators that scale and shift an input, if they read constants beside it.
+_SCALING_OPS = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
+
+
+def explain_wide_range(graph: Graph, name: str, target: Target) -> str:
+    """Returns a line that says why neither 16 bits nor float16 represent a tensor, and what to do.
+
+    An app can compute in float32 what scales an input, such as a table's columns of thousands and of thousandths.
+    """
     half = np.finfo(np.float16)
     holds = f"fp16, in which {target.name} computes floats: it holds {half.smallest_subnormal:.0e} to {half.max:.0f}"
-    return f"'{name}' loses most, in 16 bits as in {holds}; scale it, or take its logarithm before the model"
+    advice, behind = "scale it, or take its logarithm before the model", name
+    while name in graph.inputs and len(readers := graph.readers(behind)) == 1:
+        if readers[0].op_type not in _SCALING_OPS or not {*readers[0].reads} - {behind} <= graph.constants.keys():
+            break
+        behind = readers[0].output[0]
+    if behind != name:
+        advice = f"let the app compute '{behind}' from it: edgekit prepare MODEL --inputs '{behind}' --out FILE"
+    return f"'{name}' loses most, in 16 bits as in {holds}; {advice}"

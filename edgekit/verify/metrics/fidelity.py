@@ -145,10 +145,14 @@ def find_replay(sides: Sides) -> str | None:
 
     Kernels differ by much less than quantization costs, so an honest device is seldom 20 dB nearer to the float model
     than the bundle's model is. Two cases are excluded: a few values may be so near by chance, and so may values whose
-    type is as coarse as the bundle's model is accurate, such as the float16 outputs of a model in 16 bits.
+    type is as coarse as the bundle's model is accurate, such as the float16 outputs of a model in 16 bits. And most
+    samples must be nearer: a TopK that picks another entry here than on the device moves one sample by far the most.
     """
     error, reference = sides.own - sides.reference, sides.reference
     apart, near = energy_of(error), energy_of(sides.got - reference)
+    each_apart, each_near = (np.square(side).sum(axis=1) for side in (error, sides.got - reference))
+    if 2 * np.count_nonzero(each_near * _MUCH_CLOSER < each_apart) <= np.count_nonzero(each_apart):
+        return None
     # The distance of each value to the next in float16 if all values are such numbers, else in float32.
     with np.errstate(over="ignore", invalid="ignore"):
         halves, singles = reference.astype(np.float16), reference.astype(np.float32)
