@@ -28,6 +28,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     Subject,
     judge_draft,
     learn_roundings,
+    needs_moments,
 )
 from edgekit.quantize.mixed_precision.relief import keep_float
 from edgekit.quantize.plan import draft_plan
@@ -107,17 +108,17 @@ def test_rows_gathered_from_a_table_keep_the_scale_of_the_table(tmp_path: Path, 
     assert plan_model(model, tmp_path, target, samples, "auto")[1].judged[0].sqnr_db > 20
 
 
-def test_learned_roundings_are_judged_once(net: Model, many: Calibration) -> None:
+def test_learned_roundings_are_judged_once(net: Model, many: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, memo = draft_of(net, many, "cpu"), Memo()
     quick = judge_draft(draft, memo)
     assert [candidate.rounding for candidate in quick.candidates] == ["bias", "nearest"]
     assert judge_draft(draft.use_unsigned(), memo) is quick
-    quick = msgspec.structs.replace(quick, unrounded_db=99.0)
     every = learn_roundings(draft, quick, memo).candidates
     assert [candidate.rounding for candidate in every] == ["refit", "gptq", "bias", "nearest"]
     assert (every[2:], len(memo.judged)) == (quick.candidates, 2)
     faithful = msgspec.structs.replace(quick, unrounded_db=quick.candidates[0].sqnr_db + 0.1)
-    assert learn_roundings(draft.use_unsigned(), faithful, memo) == faithful
+    assert learn_roundings(draft.use_unsigned(), faithful, memo).candidates == every  # few weights, and below 40 dB
+    assert len(memo.judged) == 2
     # Another method may lead before: weights are rounded by samples for the method with the best ranges.
     ahead = msgspec.structs.replace(quick.candidates[0], method="percentile-99.9", sqnr_db=99.0)
     led = msgspec.structs.replace(quick, candidates=(ahead, *quick.candidates))
@@ -126,11 +127,29 @@ def test_learned_roundings_are_judged_once(net: Model, many: Calibration) -> Non
     assert draft.use_unsigned().use_unsigned() == draft.use_unsigned()
     with pytest.raises(UsageError, match="no ranges of method 'mode'"):
         draft.choose("mode", "nearest")
-    # The slow one is not tried once what is left of the cost of rounding is no notable gain.
-    for left, roundings in ((0.2, ["refit"]), (0.4, ["refit", "gptq"])):
+    # With more weights, the slow one is not tried once what is left of the cost of rounding is half a decibel.
+    monkeypatch.setattr("edgekit.quantize.mixed_precision.candidates._QUICK_WEIGHTS", 0)
+    for left, roundings in ((0.4, ["refit"]), (0.6, ["refit", "gptq"])):
         bias = msgspec.structs.replace(every[2], sqnr_db=1.0)
         costly = msgspec.structs.replace(quick, candidates=(bias,), unrounded_db=every[0].sqnr_db + left)
         assert [each.rounding for each in learn_roundings(draft, costly, Memo()).candidates] == [*roundings, "bias"]
+
+
+@pytest.mark.parametrize(
+    ("reached", "unrounded", "weights", "needed"),
+    [
+        (5.0, 5.5, 1_000_000, False),  # better integers bring back no more than rounding cost
+        (20.0, 20.5, 1_000_000, False),
+        (20.0, 20.6, 1_000_000, True),
+        (20.0, 50.0, 1_000_000, True),
+        (39.9, 39.9, 262_144, True),
+        (39.9, 39.9, 262_145, False),
+        (40.0, 40.5, 200_000, False),
+        (40.0, 40.6, 200_000, True),
+    ],
+)
+def test_second_moments_are_tried_if_they_may_pay(reached: float, unrounded: float, weights: int, needed: bool) -> None:
+    assert needs_moments(reached, unrounded, weights) is needed
 
 
 def test_best_takes_tensors_out_of_8_bits_where_auto_is_content(net: Model, tmp_path: Path) -> None:
