@@ -574,6 +574,20 @@ def test_what_differs_only_between_places_says_nothing_about_a_sample(tmp_path: 
     assert lost == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.parametrize(("shape", "most"), [("1,3,8,8", 0.1), ("1,192", 1.0)], ids=["image", "no image"])
+def test_the_rows_of_a_detector_that_nothing_decodes_are_measured_by_their_places(
+    shape: str, most: float, tmp_path: Path
+) -> None:
+    """UltraFace's boxes hardly vary where there is no face: a twelfth of that was lost, of no face's place 0.02 %."""
+    text = f"""(float[{shape}] x) => (float[1,100,6] y) <float s = {{VALUE}}, int64[3] one = {{1, 1, 1}},
+      int64[3] rows = {{1, 100, 6}}, float first = {{0}}, float count = {{600}}, float step = {{1}}>
+      {{ line = Range(first, count, step) grid = Reshape(line, rows) m = ReduceMean(x) f = Reshape(m, one)
+      z = Mul(f, s) y = Add(z, grid) }}"""
+    drawn = np.random.default_rng(0).normal(size=(24, *map(int, shape.split(",")))).astype(np.float32)
+    lost = predict_pair(tmp_path, text, ("1", "0"), [{"x": row} for row in drawn]).drop_estimate
+    assert most - 0.1 <= (lost or 0.0) <= most
+
+
 @pytest.mark.parametrize(
     ("small", "lost"), [(0.011, 0.02 * 0.011 / 1.011), (0.009, 0.02), (0.000101, 0.02), (0.00009, 0.0)]
 )

@@ -234,18 +234,20 @@ class FloatReference:
         Their kinds are guessed from outputs of the float model for a few samples.
         """
         few = [self._kept.keep(index, self._run(index, sample)) for index, sample in self._read(self._few)]
-        readings, (head, silent) = read_output_kinds(self._graph, few, self._stated), self._find_head(few)
+        readings, (head, silent, is_coded) = read_output_kinds(self._graph, few, self._stated), self._find_head(few)
         shapes = {name: value.shape for name, value in few[0].items()}
         others = {name: reading for name, reading in readings.items() if head is None or name not in head.outputs}
         state = find_fed_back(self._state).values()
         others = {name: reading for name, reading in others.items() if name not in state} or others
         heads = () if head is None else read_head(head, shapes)
         self._kept.release()
+        # Most rows of a detector's table show nothing, and so hardly vary: what differs between places is their scale.
+        shown = few[:1] if is_coded else few
         known = {name for name in others if name in self._stated or find_squash(self._graph, name)}
         parts = [
             part
             for name, reading in others.items()
-            for part in read_output(name, reading, [each[name] for each in few], is_known=name in known)
+            for part in read_output(name, reading, [each[name] for each in shown], is_known=name in known)
         ]
         for place, part in enumerate(parts):
             if silent & part.shapes.keys():
@@ -354,23 +356,24 @@ class FloatReference:
     def _run(self, index: int, sample: Tensors) -> Tensors:
         return self._kept[index] if index in self._kept else self._open().run(sample)
 
-    def _find_head(self, few: Sequence[Tensors]) -> tuple[head_search.Detector | None, frozenset[str]]:
+    def _find_head(self, few: Sequence[Tensors]) -> tuple[head_search.Detector | None, frozenset[str], bool]:
         """Returns how the outputs of a detector are decoded, and those of one that detects too little in the samples.
 
-        Outputs that are stated to be something else are left out.
+        Outputs that are stated to be something else are left out. The last is True if they may be a detector's, but
+        nothing says how to decode them.
         """
         other = {name for name, each in self._stated.items() if each.kind != "scores"}
         image = head_search.find_image(next(iter(self._samples)))
         # Anchors and strides follow from the sizes of image and outputs, which differ from sample to sample here.
         is_open = any(not isinstance(dim, int) for spec in self._model.inputs for dim in (spec.shape or ())[1:])
         if image is None or is_open:
-            return None, frozenset()
+            return None, frozenset(), False
         rows = [{name: each for name, each in outputs.items() if name not in other} for outputs in few]
         listed = head_search.find_list(rows, image)
         if listed is not None or not head_search.may_be_head(rows[0]):
-            return listed, frozenset()
+            return listed, frozenset(), False
         head = head_search.find_head(rows, image)
-        return head, frozenset() if head is not None else head_search.find_silent(rows, image)
+        return head, frozenset() if head is not None else head_search.find_silent(rows, image), head is None
 
 
 def _predict(likeness: Likeness, samples: int) -> Prediction:
