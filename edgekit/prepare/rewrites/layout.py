@@ -710,14 +710,15 @@ def compare_whole(writer: Writer) -> None:
     graph, sides = writer.graph, writer.node.input
     casts = [made_by(graph, name, "Cast") for name in sides]
     kinds = {graph.value(cast.input[0]).dtype for cast in casts if cast is not None}
-    need(kinds in ({"int32"}, {"int64"}) and {graph.value(name).dtype for name in sides} & FLOATS)
+    kind = known(next((each for each in ("int32", "int64") if kinds == {each}), None))
+    need({graph.value(name).dtype for name in sides} & FLOATS)
 
     def find_integers(at: int) -> str:
         if (cast := casts[at]) is not None:
             return cast.input[0]
         values = writer.array(at).astype(np.float64)
         need((values == np.rint(values)).all() and (np.abs(values) < np.iinfo(np.int32).max).all())
-        return writer.constant(f"whole_{at}", values, str(*kinds))
+        return writer.constant(f"whole_{at}", values, kind)
 
     writer.add(writer.node.op_type, [find_integers(at) for at in range(len(sides))])
 

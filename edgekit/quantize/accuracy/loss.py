@@ -460,7 +460,7 @@ def _judge_image(records: Sequence[Array]) -> Loss:
     return Loss(estimate=float(lost / known), interval=bootstrap(pairs, _divide))
 
 
-def find_offset(few: Sequence[Array]) -> Array:
+def find_offset(few: Sequence[Array]) -> Array | float:
     """Returns the mean of a few samples' values, float64, in the shape of each: it says nothing about any of them.
 
     It is 0 for a single sample, and where all samples are the same.
@@ -470,7 +470,7 @@ def find_offset(few: Sequence[Array]) -> Array:
     for value in few:
         mean += value / len(few)
     spread, power = np.sum([measure_powers(mean, value)[::-1] for value in few], axis=0)
-    return mean if spread > _ROUNDING_SHARE * power else np.zeros(mean.shape)
+    return mean if spread > _ROUNDING_SHARE * power else 0.0
 
 
 def record_values(

@@ -13,13 +13,13 @@ from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, is_text, ranks_classes
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
-from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
+from edgekit.quantize.graph.compared_tensors import CHOOSING_OPS, SQUASHING_OPS, are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = MOVES | {"Identity", "Cast", "Resize"}
 _WHOLE = frozenset({"bool", "int32", "int64"})
-_CHOOSING_OPS = frozenset({"ArgMax", "ArgMin"})
-_SQUASHING_OPS = _CHOOSING_OPS | {"Softmax", "LogSoftmax", "Sigmoid"}
+# Operators that decide, or make probabilities by which the app decides.
+_DECIDING_OPS = CHOOSING_OPS | SQUASHING_OPS
 # The mean of probabilities, such as those of moments of a sound, is one.
 _MEANS = frozenset({"ReduceMean", "AveragePool", "GlobalAveragePool"})
 KIND_SAMPLES = 16
@@ -109,7 +109,7 @@ def read_output_kinds(
     # Logits whose Softmax or Sigmoid is an output too make the same decisions.
     for name, reading in list(found.items()):
         node = graph.producers.get(name)
-        if node is None or node.op_type not in _SQUASHING_OPS or node.input[0] not in found.keys() - stated.keys():
+        if node is None or node.op_type not in _DECIDING_OPS or node.input[0] not in found.keys() - stated.keys():
             continue
         if reading.kind in {"classes", "map", "sequence", "tokens"}:
             squash = RAW if node.op_type == "Sigmoid" else ""
@@ -473,7 +473,7 @@ def _is_distribution(rows: Array) -> bool:
 
 
 def find_squash(graph: Graph, name: str) -> str:
-    """Returns which of _SQUASHING_OPS is before an output, "" for none."""
+    """Returns which of _DECIDING_OPS is before an output, "" for none."""
     return _trace_squash(graph, name)[0]
 
 
@@ -485,7 +485,7 @@ def _follows_from_classes(graph: Graph, name: str) -> bool:
     todo, seen = [name], set[str]()
     while todo:
         node = graph.producers.get(todo.pop())
-        if node is not None and node.op_type in _CHOOSING_OPS:
+        if node is not None and node.op_type in CHOOSING_OPS:
             return True
         if node is not None and node.name not in seen:
             seen.add(node.name)
@@ -494,14 +494,14 @@ def _follows_from_classes(graph: Graph, name: str) -> bool:
 
 
 def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:
-    """Returns which of _SQUASHING_OPS is before an output ("" for none), and the tensors from its input on back.
+    """Returns which of _DECIDING_OPS is before an output ("" for none), and the tensors from its input on back.
 
     Between these tensors, the operator and the output values are only moved, or averaged behind the operator.
     """
     squash, moved = "", set[str]()
     while name in graph.producers:
         node = graph.producers[name]
-        if node.op_type in _SQUASHING_OPS and not squash:
+        if node.op_type in _DECIDING_OPS and not squash:
             squash, moved = node.op_type, {node.input[0]}
         elif node.op_type not in (_SHAPE_OPS if squash else _SHAPE_OPS | _MEANS) or not node.input:
             break

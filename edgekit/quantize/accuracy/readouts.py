@@ -9,6 +9,7 @@ from typing import Literal
 
 from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph, Node
+from edgekit.quantize.graph.compared_tensors import CHOOSING_OPS
 
 Origin = Literal["weights", "places", "unknown"]
 Readout = Literal["biased", "projected", "shaped", "unknown"]
@@ -85,7 +86,7 @@ def find_origins(graph: Graph, name: str, room: int = _MOST_NODES) -> tuple[Orig
     elif node.op_type == "Transpose":
         order = node.entries("perm") or tuple(reversed(range(len(shape))))
         found = [origins[axis] for axis in order] if len(order) == len(origins) else None
-    elif node.op_type in MOVES | _REDUCING | {"ArgMax", "ArgMin", "Gather", "Split"}:
+    elif node.op_type in MOVES | _REDUCING | CHOOSING_OPS | {"Gather", "Split"}:
         found = _match(source, shape, origins, is_moved=node.op_type in MOVES)
     return tuple(found) if found is not None and len(found) == len(shape) else unknown
 

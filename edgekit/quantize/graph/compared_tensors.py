@@ -40,8 +40,11 @@ def are_raw_scores(values: Array) -> bool:
 
 # Operators that may lie between a compared tensor and an output.
 _SHAPE_OPS = MOVES | {"Identity", "Cast"}
-_SELECTION_OPS = frozenset({"ArgMax", "ArgMin", "TopK"})
-_SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
+CHOOSING_OPS = frozenset({"ArgMax", "ArgMin"})
+"""The operators that find the entry of a class, or the nearest one of a code book."""
+SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
+"""The operators that make probabilities."""
+_SELECTION_OPS = CHOOSING_OPS | {"TopK"}
 # The mean error of fewer values is mostly chance: with n values it is off by about 1 / sqrt(2 n), 12 % for 32.
 # Detectors concatenate a few parts (boxes, scores, landmarks), sequences more. Both chosen by hand.
 _FEW_VALUES = 32
@@ -92,10 +95,10 @@ def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
 def _trace_back(graph: Graph, output: str) -> ComparedTensor:
     """Returns the tensor of an output before a Softmax or Sigmoid, or before its best entries were selected."""
     found, name = ComparedTensor(tensor=output, reader="", centred=False), output
-    while name in graph.producers and graph.producers[name].op_type in _SHAPE_OPS | _SELECTION_OPS | _SQUASHING_OPS:
+    while name in graph.producers and graph.producers[name].op_type in _SHAPE_OPS | _SELECTION_OPS | SQUASHING_OPS:
         node = graph.producers[name]
         name = node.input[0]
-        if node.op_type in _SQUASHING_OPS:
+        if node.op_type in SQUASHING_OPS:
             return ComparedTensor(tensor=name, reader=node.name, centred=node.op_type != "Sigmoid")
         if node.op_type in _SELECTION_OPS:
             found = ComparedTensor(tensor=name, reader=node.name, centred=False)

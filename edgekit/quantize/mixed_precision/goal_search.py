@@ -236,14 +236,19 @@ def _try_float(choice: _Choice) -> None:
 
     if not before.plan.wide and search.relievable:
         return
-    attempt = search.memo.budget.attempt
-    wide_range = attempt(plan_search.MORE_RELIEF, relief.find_wide_range, search, first.plan, before.plan)
-    wide_range = wide_range or relief.WideRange()
+    wide_range = _find_wide_range(choice, before.plan)
     kept = [names for names in wide_range.steps if adopt(before, names)]
     # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
     for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(before.plan.wide)]:
         adopt(base, kept[-1])
     choice.change(wide_range=wide_range.beyond_float)
+
+
+def _find_wide_range(choice: _Choice, plan: QuantPlan) -> relief.WideRange:
+    """Returns what 16 bits do not hold in a plan: nothing if the time is over."""
+    search, first = choice.search, choice.found.trials[0].plan
+    found = search.memo.budget.attempt(plan_search.MORE_RELIEF, relief.find_wide_range, search, first, plan)
+    return found or relief.WideRange()
 
 
 def _widen_weights(choice: _Choice) -> None:
@@ -310,18 +315,16 @@ def _try_wider(choice: _Choice, *, adopts: bool) -> None:
         choice.change(chosen=trial, met=True, note=f"with {wider}, no other plan does")
         return
     if wider and plan_search.loses_much(trial.prediction, is_noise=search.is_noise) and not choice.found.wide_range:
-        first = choice.found.trials[0].plan
-        lost = search.memo.budget.attempt(plan_search.MORE_RELIEF, relief.find_wide_range, search, first, trial.plan)
-        choice.change(wide_range=lost.beyond_float if lost is not None else ())
+        choice.change(wide_range=_find_wide_range(choice, trial.plan).beyond_float)
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
     _advise(choice, f"{what}: {_weigh(search, chosen, trial)}")
 
 
 def _advise(choice: _Choice, advice: str) -> None:
     """Adds advice to the result, which names a tensor that neither 16 bits nor the target's floats represent."""
-    for name in choice.found.wide_range[:1]:
+    if names := choice.found.wide_range:
         graph = choice.search.open_draft(choice.chosen.plan).graph
-        advice += f"; {relief.explain_wide_range(graph, name, choice.search.target)}"
+        advice += f"; {relief.explain_wide_range(graph, names[0], choice.search.target)}"
     choice.change(advice=advice)
 
 
