@@ -14,8 +14,9 @@ _FEWEST, _MOST_FOR_SAMPLES = 48, 256
 _MANY = 256
 # The cost of writing one number to memory, in multiply-accumulates: about 0.3 ns.
 _ELEMENT = 32
-# The number of judgements that the runs are divided into; the share of the runs that ranks activations; and the divisor
-# of the runs that gives the number of samples over which drops are estimated.
+# The number of judgements that the runs are divided into; the share of the runs that ranks activations (most of these
+# start in the middle of the graph); and the divisor of the runs that gives the number of samples over which drops are
+# estimated.
 _JUDGED, RANKED_SHARE, _PREDICTED = 24, 0.75, 6
 # Drops are estimated over at least a third of all samples.
 _PREDICTED_SHARE = 3

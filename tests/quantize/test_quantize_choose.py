@@ -9,7 +9,7 @@ import pytest
 from quantize_models import draft_of, make_model, make_samples, plan_model, random_samples
 from tiny_models import parse_net
 
-from edgekit._ort import SessionSettings
+from edgekit._ort import CpuSession, SessionSettings
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
 from edgekit.graph.graph import view_model
@@ -31,6 +31,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     needs_moments,
 )
 from edgekit.quantize.mixed_precision.relief import keep_float
+from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts
 from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.ranges import TensorRange
 from edgekit.recipe import Data, Recipe
@@ -214,6 +215,38 @@ def test_with_a_bound_a_drop_is_told_over_fewer_samples(net: Model) -> None:
     assert len(FloatReference(net, random_samples(net, count=12)).indices) == 8
     assert len(FloatReference(net, random_samples(net, count=96)).indices) == 32
     assert len(FloatReference(net, random_samples(net, count=96), most=96).indices) == 96
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_run_may_start_at_each_cut_and_gives_what_the_whole_gives(net: Model, count: int) -> None:
+    graph = read_float_graph(net)
+    proto = onnx.ModelProto()
+    proto.CopyFrom(graph.model)
+    cuts = [*find_cuts(proto, count, graph.static_shape)]
+    assert len(cuts) == count
+    assert all(0 < cut.start < len(graph.model.graph.node) for cut in cuts)
+    nest_parts(proto, cuts, graph.dims)
+    fed = dict.fromkeys(name for cut in cuts for name in cut.fed)
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in fed)
+    session, sample = CpuSession(proto.SerializeToString(), _SETTINGS), next(iter(random_samples(net)))
+    unread = {f"{name}.edgekit.fed": np.zeros(graph.static_shape(name) or (), np.float32) for name in fed}
+    whole = session.run({**sample, **unread, PARTS: np.zeros(count, bool)})
+    plain = CpuSession(graph.model.SerializeToString(), _SETTINGS).run(sample)
+    assert np.allclose(whole["y"], plain["y"], atol=1e-6)
+    for index in range(count):
+        # What lies across other cuts is not read, and the sample neither.
+        known = {f"{name}.edgekit.fed": whole[name] for name in cuts[index].fed}
+        none = {name: np.full_like(value, np.nan) for name, value in sample.items()}
+        found = session.run({**none, **unread, **known, PARTS: np.arange(count) == index})
+        assert np.allclose(found["y"], whole["y"], atol=1e-6)
+    # What is too large to keep for each sample is cut nowhere.
+    assert not [*find_cuts(graph.model, 1, lambda _: None)]
+
+
+def test_no_cut_lies_where_nothing_crosses_it() -> None:
+    """Behind nodes that nothing compared reads, such as a counter of steps: ONNX has no If without an output."""
+    proto = parse_net("(float[4] x) => (float[4] y) { unread = Neg(x) a = Abs(x) y = Relu(a) }")
+    assert [(cut.start, cut.fed) for cut in find_cuts(proto, 2, lambda _: (4,))] == [(2, ("a",))]
 
 
 # A budget ends the planning: the best of what was tried is taken, and what was not is named.

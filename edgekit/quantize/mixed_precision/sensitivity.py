@@ -1,4 +1,8 @@
-"""Sensitivity: the noise at the outputs when a single activation is quantized."""
+"""Sensitivity: the noise at the outputs when a single activation is quantized.
+
+Before that activation everything is float: the tensors across a cut of the graph are computed once and fed, and only
+the nodes after the cut are run.
+"""
 
 import math
 import time
@@ -9,10 +13,12 @@ from itertools import islice, pairwise, takewhile
 import msgspec
 import numpy as np
 import onnx
+from onnx import helper
 
 from edgekit.machine import map_in_order, release_memory
-from edgekit.model.model import Model
-from edgekit.model.tensors import Array
+from edgekit.model.model import Model, refill
+from edgekit.model.soundness import iterate_reads
+from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -20,10 +26,81 @@ from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.candidates import Draft
-from edgekit.quantize.mixed_precision.score import SWITCHES, has_held_out, switch_activations
+from edgekit.quantize.mixed_precision.score import SWITCHES, choose_branch, has_held_out, switch_activations
 from edgekit.quantize.objective import measure_loss
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq import build_qdq, plan_graph
+
+# Tensors across a cut are kept for each sample: at most so many, and so many bytes of all samples. Chosen by hand.
+_MOST_TENSORS, _MOST_BYTES = 2, 8 << 20
+
+
+PARTS = "edgekit.parts"
+"""The graph input that says for each cut whether the tensors across it are fed."""
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """A place between nodes of a sorted graph: before the node `start`; the tensors `fed` lie across it."""
+
+    start: int
+    fed: tuple[str, ...]
+
+
+def find_cuts(
+    proto: onnx.ModelProto, count: int, dims: Callable[[str], Sequence[int] | None], most_bytes: int = _MOST_BYTES
+) -> Iterator[Cut]:
+    """Yields up to `count` cuts of a topologically sorted graph, in about equal steps.
+
+    `dims` returns the dimensions of a float32 tensor; None for other types and unknown sizes. The tensors across a cut,
+    at least one, take at most `most_bytes`.
+    """
+    nodes, before = proto.graph.node, 0
+    # For each node, the tensors computed before it that it, a later node, or the caller (as outputs) reads.
+    last = {name: index for index, node in enumerate(nodes) for name in iterate_reads(node)}
+    last |= {value.name: len(nodes) for value in proto.graph.output}
+    crossing, live = list[tuple[str, ...]](), dict[str, int]()
+    for index, node in enumerate(nodes):
+        live = {name: end for name, end in live.items() if end >= index}
+        crossing.append(tuple(live))
+        live |= {name: last[name] for name in node.output if name in last}
+
+    def is_narrow(names: tuple[str, ...]) -> bool:
+        shapes = [dims(name) for name in names] if 0 < len(names) <= _MOST_TENSORS else [None]
+        known = [4 * math.prod(shape) for shape in shapes if shape is not None]
+        return len(known) == len(shapes) and sum(known) <= most_bytes
+
+    for index in range(1, count + 1):
+        wanted = index * len(nodes) // (count + 1)
+        start = next((at for at in range(max(wanted, before + 1), len(nodes)) if is_narrow(crossing[at])), None)
+        if start is None:
+            return
+        before = start
+        yield Cut(start=start, fed=crossing[start])
+
+
+def nest_parts(proto: onnx.ModelProto, cuts: Sequence[Cut], dims: Callable[[str], Sequence[int | None] | None]) -> None:
+    """Puts all nodes before each cut into one branch of an If, whose other branch returns fed tensors; in place.
+
+    The Ifs are nested, so that one session can start at any cut; a session for each would hold the weights several
+    times. The tensor `x` is fed as `x.edgekit.fed`; `dims` returns the dimensions of a tensor.
+    """
+    every, body, start = list[str](), list[onnx.NodeProto](), 0
+    for index, cut in enumerate(cuts):
+        body += proto.graph.node[start : cut.start]
+        start = cut.start
+        every = [*dict.fromkeys((*every, *cut.fed))]
+        copies = [helper.make_node("Identity", [f"{name}.edgekit.fed"], [name]) for name in every]
+        switch = PARTS, index, f"{PARTS}.{index}"
+        body = choose_branch(proto.graph, switch, every, (copies, every), (body, every))
+    body += proto.graph.node[start:]
+    refill(proto.graph.node, body)
+    for name in every:
+        proto.graph.input.append(
+            helper.make_tensor_value_info(f"{name}.edgekit.fed", onnx.TensorProto.FLOAT, dims(name))
+        )
+    if cuts:
+        proto.graph.input.append(helper.make_tensor_value_info(PARTS, onnx.TensorProto.BOOL, [len(cuts)]))
+
 
 # How many held-out samples rank activations without a `Bound`, and how many of the worst all samples of a bound judge.
 # Choices, to save time.
@@ -31,10 +108,15 @@ _SAMPLES, _JUDGED_BY_ALL = 6, 8
 # The number of spans that activations are divided into at first, and the largest number of judged spans for each of the
 # worst activations that are sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
+# At how many cuts a run may start: a choice. The ranking of ViT-S takes 7.7 CPU s with 7, 6.6 with 15; with 31 making
+# its session takes as much more.
+_PARTS = 15
 # The least share of a span's noise for its second half, if the first half seems to make all of it.
 _LEAST_LEFT = 0.01
 _TINY = float(np.finfo(np.float64).tiny)
 _RANKING = "the ranking of some activations"
+_Pair = tuple[Tensors, Tensors]
+"""Inputs of a held-out sample, and the float model's tensors for them."""
 Noises = dict[tuple[int, int, int], Array]
 """Powers of the compared tensors and of their noise, by the span of quantized activations and the held-out sample."""
 
@@ -192,8 +274,8 @@ def measure_float16(draft: Draft, qdq: onnx.ModelProto, names: Sequence[str]) ->
 class Switched:
     """The session that measures all activations, or all weights: its graph has a switch for each.
 
-    `switched` maps each activation, or the output of each layer, to the tensor that its switch makes. The first `most`
-    held-out samples are read.
+    `switched` maps each activation, or the output of each layer, to the first tensor that its switch changes. A run
+    starts at the last cut before the first of these. The first `most` held-out samples are read.
     """
 
     def __init__(
@@ -205,14 +287,28 @@ class Switched:
         budget: Budget = NO_LIMIT,
         known: Noises | None = None,
     ) -> None:
-        graph, self._held = draft.graph, [*islice(read_held_out(draft.statistics), most)]
-        self.count, self._switches = len(self._held), len(switched)
+        graph, held = draft.graph, [*islice(read_held_out(draft.statistics), most)]
+        self.count = len(held)
         self._shown = {each: switched.get(each.tensor, each.tensor) for each in draft.compared}
+        self._outputs = tuple(dict.fromkeys(self._shown.values()))
         del proto.graph.output[:]
-        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(self._shown.values()))
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
+        places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
+        self._places = [places[name] for name in switched.values()]
+        sources = {other: name for name, other in switched.items()}
+
+        def find_shape(name: str) -> tuple[int, ...] | None:
+            source = sources.get(name, name)
+            return graph.static_shape(source) if graph.is_float(source) else None
+
+        self._cuts = [*find_cuts(proto, _PARTS, find_shape, _MOST_BYTES // max(1, self.count))]
+        nest_parts(proto, self._cuts, find_shape)
+        self._fed = {name: find_shape(name) or () for each in self._cuts for name in each.fed}
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
         self._session = open_graph(proto, graph.folder, keep_float_weights=True)
-        self._noises = {} if known is None else known
+        self._held, self._noises = held, {} if known is None else known
         self._at_once = count_side_by_side(graph)
+        self._floats: dict[int, Tensors] = {}
         self._losses: dict[int, list[Callable[[Array], Array]]] = {}
         self._budget = budget
 
@@ -220,6 +316,7 @@ class Switched:
         """Yields the ratio in dB over the first `count` samples for each quantized span, while time is left."""
         began, samples = time.monotonic(), range(count)
         for sample in samples:
+            self._feed(sample)
             if sample not in self._losses:
                 expected = self._held[sample][1]
                 self._losses[sample] = [measure_loss(each, expected[each.tensor]) for each in self._shown]
@@ -236,9 +333,28 @@ class Switched:
     def _measure(self, span: range, sample: int) -> Array:
         key = span.start, span.stop, sample
         if key not in self._noises:
-            switches = np.zeros(self._switches, bool)
-            switches[span.start : span.stop] = True
-            found = self._session.run({**self._held[sample][0], SWITCHES: switches})
+            found = self._run({**self._held[sample][0], **self._feed(sample)}, span, self._outputs)
             lost = zip(self._losses[sample], self._shown.values(), strict=True)
             self._noises[key] = np.stack([measure(found[name]) for measure, name in lost])
         return self._noises[key]
+
+    def _feed(self, sample: int) -> Tensors:
+        """Returns the tensors across the cuts in the float model, which are computed once for each sample."""
+        if sample not in self._floats:
+            # The inputs of the cuts must be given, though this run, which starts at the first node, does not read them.
+            zeros = np.zeros(max(map(math.prod, self._fed.values()), default=0), np.float32)
+            unread = {
+                f"{name}.edgekit.fed": zeros[: math.prod(shape)].reshape(shape) for name, shape in self._fed.items()
+            }
+            inputs = {**self._held[sample][0], **unread}
+            known: Tensors = self._run(inputs, range(0), [*self._fed]) if self._fed else {}
+            self._floats[sample] = {f"{name}.edgekit.fed": value for name, value in known.items()}
+        return self._floats[sample]
+
+    def _run(self, inputs: Tensors, span: range, outputs: Sequence[str]) -> Tensors:
+        switches, parts = np.zeros(len(self._places), bool), np.zeros(len(self._cuts), bool)
+        switches[span.start : span.stop] = True
+        start = min(self._places[span.start : span.stop], default=0)
+        starts = [index for index, cut in enumerate(self._cuts) if cut.start <= start]
+        parts[starts[-1:]] = True
+        return self._session.run({**inputs, SWITCHES: switches, **({PARTS: parts} if self._cuts else {})}, outputs)
