@@ -279,7 +279,10 @@ def _open_job(
         known=known,
         keep=keep,
     )
-    if labels is not None:
+    # With labels, no plan is left out after a part of the samples.
+    if labels is None:
+        search = msgspec.structs.replace(search, look=reference.look)
+    else:
         search = msgspec.structs.replace(search, measure=partial(measure_drop, reference, labels=labels, limit=limit))
     return _Job(source=source, fixed=fixed, recipe=recipe, given=plan, samples=samples, facts=facts, search=search)
 

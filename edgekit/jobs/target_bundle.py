@@ -306,6 +306,7 @@ class _Strategies:
             precision=strategy.precision,
             measure=inputs.reference.predict_drop,
             compare=inputs.reference.compare,
+            look=inputs.reference.look,
             is_noise=inputs.samples.facts.is_noise,
             work=work,
             memo=memo,

@@ -95,7 +95,7 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     """One plan of a search: its name (`step`), the expected drop, and the share of the work that the target takes.
 
     `integer_macs` is the share of the work that is done in integers. `samples` is the number of samples that the plan
-    was measured on.
+    was measured on: fewer than all if these showed that it is clearly worse than another plan.
     """
 
     step: str

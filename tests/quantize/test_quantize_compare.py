@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from fixture_types import present
 from quantize_models import make_model, make_samples, make_search
 
 from edgekit._ort import CpuSession
@@ -48,17 +49,48 @@ def test_an_error_of_a_class_that_never_wins_counts_for_nothing(reference: Float
     assert (reference.compare(quiet, loud), reference.compare(quiet, quiet)) == (-found, 0.0)
 
 
-def test_a_model_runs_once(reference: FloatReference, tmp_path: Path, runs: list[CpuSession]) -> None:
-    near, bad = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0"))
+def test_a_worse_model_runs_less(reference: FloatReference, tmp_path: Path, runs: list[CpuSession]) -> None:
+    near, bad, nearer = (add_bias(tmp_path, bias) for bias in ("0.2, 0, 0, 0", "9, 0, 0, 0", "0.1, 0, 0, 0"))
     assert reference.predict_drop(near).samples == reference.predict_drop(bad).samples == 100
+    assert [reference.look(one, rival=other).samples for one, other in ((nearer, near), (near, bad))] == [100, 100]
     runs.clear()
-    assert reference.compare(bad, near) > 0
-    assert [reference.predict_drop(model).samples for model in (near, bad)] == [100] * 2
+    # All these ran over all samples.
+    assert [reference.predict_drop(model).samples for model in (near, bad, nearer)] == [100] * 3
     assert not runs
+    worse = add_bias(tmp_path, "8, 0, 0, 0")
+    found = reference.look(worse, rival=near)
+    assert found.samples == len(runs) == 13
+    assert present(found.drop_estimate) > 0.1
+    # What it gave for these samples is remembered.
+    assert reference.predict_drop(worse).samples == 100
+    assert len(runs) == 100
+
+
+def test_looking_several_times_finds_no_more_where_there_is_no_difference() -> None:
+    rng = np.random.default_rng(0)
+    part = Part(
+        shapes={"y": (1,)},
+        measure=Measure("", "", lambda _records: Loss(estimate=0.0, interval=(0.0, 0.0)), np.concatenate),
+        record=lambda _expected, found: found["y"],
+    )
+
+    def draw(farther: float) -> list[Compared]:
+        records = rng.exponential(size=(128, 1)) + farther
+        return [Compared(powers={}, records=(record,), broken=frozenset()) for record in records]
+
+    def race(farther: float) -> int:
+        """The number of samples after which the second is found to be worse, 0 if it never is."""
+        one, two = draw(0.0), draw(farther)
+        looks = ([Likeness([part], each[::stride]) for each in (one, two)] for stride in (16, 8, 4, 2, 1))
+        return next((first.distances().shape[1] for first, second in looks if first.is_clearly_better_than(second)), 0)
+
+    # In one direction it is half of 5 %.
+    assert 0.01 < np.mean([race(0.0) > 0 for _ in range(600)]) < 0.04
+    assert 0 < np.mean([race(2.0) for _ in range(100)]) < 24
 
 
 def test_steps_of_a_sequence_tell_less_than_as_many_samples() -> None:
-    """Errors of a whole sequence widen the interval; errors of single steps do not."""
+    """Errors of a whole sequence widen the interval, and make no plan clearly better; errors of single steps do."""
     steps, moved = 16, np.concatenate
     measure = Measure("", "", lambda records: Loss(estimate=float(moved(records).mean()), interval=(0.0, 0.1)), moved)
     part = Part(shapes={"y": (1,)}, measure=measure, record=lambda _expected, found: found["y"])
@@ -87,6 +119,10 @@ def test_steps_of_a_sequence_tell_less_than_as_many_samples() -> None:
         records = [np.repeat(each, 4)[None] for each in errors]
         widened, alone = judge_records(rows.measure, records, steps), measure.judge(records)
         assert np.ptp(widened.interval) == pytest.approx(factor * np.ptp(alone.interval), rel=0.15)
+    worse = np.repeat([0.05, 0, 0, 0, 0.001, 0, 0, 0], steps)
+    assert draw(own, 1).is_clearly_better_than(draw(own + worse, 1))
+    assert not draw(own, steps).is_clearly_better_than(draw(own + worse, steps))
+    assert draw(own, steps).is_clearly_better_than(draw(own + rng.uniform(0, 0.01, len(own)), steps))
 
 
 def test_vectors_move_by_their_choice_of_neighbours(tmp_path: Path) -> None:

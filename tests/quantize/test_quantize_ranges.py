@@ -259,6 +259,8 @@ def test_a_quantized_model_gets_its_own_state(tmp_path: Path) -> None:
     wanted = [np.full((1, 4), -0.1 * (step % STEPS), np.float32) for step in range(4 * STEPS)]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert reference.predict_drop(exact).drop_estimate == 0
+    # A part of the samples would be no whole sequences.
+    assert reference.look(other, rival=exact).samples == 4 * STEPS
     for most, counted in ((2 * STEPS + 3, 2 * STEPS), (STEPS - 3, STEPS - 3)):
         few = FloatReference(exact, samples, state=State(steps=STEPS, feeds=feeds), most=most)
         assert list(few.indices) == [*range(counted)]

@@ -1,5 +1,6 @@
 """Compares the outputs of two models: the record of each sample, and the loss that the records of all samples show."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -30,6 +31,11 @@ _EXTRAS = {
     "masks": Measure(MASKS, "the float model's masks", detections.judge_extra, detections.extra_distances),
     "points": Measure(POINTS, "the float model's points", detections.judge_extra, detections.extra_distances),
 }
+# The critical value of a group sequential test with five looks, each over twice as many samples as the one before, in
+# standard errors: with it, all looks together find a difference where there is none in 5 % of cases. For steps of equal
+# size it is 2.413 (S. J. Pocock, "Group sequential methods in the design and analysis of clinical trials", 1977); for
+# these it was computed with a million draws.
+_LOOKS_Z = 2.486
 # The least loss of a part in `compare`, a hundredth of a point: smaller estimates are chance.
 _LEAST_LOSS = 1e-4
 _TINY = 1e-12
@@ -150,6 +156,25 @@ class Likeness:
         """True if every part has a record of each sample."""
         count = len(self._samples)
         return bool(self._parts and count) and all(len(records) == count for records in self._records)
+
+    def is_clearly_better_than(self, other: "Likeness") -> bool:
+        """Returns True if this model loses significantly less than another, over the same samples.
+
+        Two conditions hold then. A paired t-test over the samples, or over whole sequences, shows that the other's
+        outputs moved farther (decisions change in proportion to that), at the level of a group sequential test
+        (`FloatReference.look`). And the loss estimated from changed decisions is not smaller for the other. The
+        quantile of Student's t is computed from the normal one (Abramowitz and Stegun, "Handbook of mathematical
+        functions", 26.7.5, to second order).
+        """
+        count = len(self._samples) // self._steps
+        if not (self.is_whole and other.is_whole and count > 1):
+            return False
+        lost, others = (max(loss.estimate for _, loss in each.losses) for each in (self, other))
+        farther = other.compare(self).reshape(count, self._steps).mean(axis=1)
+        error = float(np.std(farther, ddof=1)) / math.sqrt(count)
+        z, freedom = _LOOKS_Z, count - 1
+        bound = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        return float(farther.mean()) > bound * error and lost <= others
 
     def compare(self, other: "Likeness") -> Array:
         """Returns how much more accuracy this model loses than another in each sample, as a share, float64 [samples].

@@ -2,8 +2,7 @@
 
 import math
 import tempfile
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -36,9 +35,12 @@ _MOST_REMEMBERED_BYTES = 4 << 20
 # The memory for the kept outputs of the float model, or their room on the disk. Outputs that do not fit are computed
 # again. Chosen by hand.
 _MEMORY_BYTES, _DISK_BYTES = 64 << 20, 1 << 30
+# The first looks are at every 16th, eighth, fourth and second sample, if these are at least 8: a choice.
+_STRIDES, _LEAST_LOOKED = (16, 8, 4, 2), 8
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 SILENT = "hardly any sample shows an object, so detections are not judged; spread of the values (R2)"
 """The measure of the head of a detector that detects too little in the samples."""
+_RunPairs = Callable[[Sequence[int]], Iterator[tuple[int, Pair]]]
 LABELS = "labels"
 """The source of a drop that was measured with labels."""
 
@@ -196,7 +198,7 @@ class FloatReference:
         self._state = state or State()
         self._session: CpuSession | None = None
         self._kept = _KeptOutputs(work)
-        self._compared: dict[str, list[Compared]] = {}
+        self._compared: dict[str, dict[int, Compared]] = {}
 
     def keep(self, index: int, outputs: Tensors) -> None:
         """Stores the float model's outputs for a sample, so that it need not run; ignored if it is not read here."""
@@ -280,11 +282,41 @@ class FloatReference:
         one, two = (self._judge(each) for each in (first, second))
         return float(one.compare(two).mean()) if one.is_whole and two.is_whole else 0.0
 
-    def _judge(self, quantized: Model) -> Likeness:
-        """Returns how a quantized model compares; it runs if its records are not kept."""
-        if quantized.sha256 not in self._compared:
-            deque(self.run_pairs(quantized), maxlen=0)
-        return Likeness(self.parts, self._compared[quantized.sha256], self._state.steps)
+    def look(self, quantized: Model, *, rival: Model) -> Prediction:
+        """Returns what a quantized model loses, over as few samples as show that the `rival` is clearly better.
+
+        This is a group sequential test (`Likeness.is_clearly_better_than`). The first look is at a 16th of the samples,
+        the next ones at an eighth, a quarter and a half, the last at all.
+
+        Raises:
+            RuntimeRefusal: ONNX Runtime refuses a model.
+        """
+        run, parts = self._open_look(quantized), [self.indices[::stride] for stride in _STRIDES]
+        for indices in parts if self._state.steps == 1 else ():
+            if len(indices) >= _LEAST_LOOKED:
+                seen = run(indices)
+                if self._judge(rival, indices).is_clearly_better_than(seen):
+                    return _predict(seen, len(indices))
+        return _predict(run(self.indices), len(self.indices))
+
+    def _judge(self, quantized: Model, indices: Sequence[int] | None = None) -> Likeness:
+        return self._open_look(quantized)(indices or self.indices)
+
+    def _open_look(self, quantized: Model) -> Callable[[Sequence[int]], Likeness]:
+        """Returns a function that compares a quantized model over some samples; it runs over those not yet known."""
+        found, opened = self._compared.setdefault(quantized.sha256, {}), list[_RunPairs]()
+
+        def look(indices: Sequence[int]) -> Likeness:
+            # The kinds of outputs are found first: it needs memory, and so does the session opened below.
+            parts = self.parts
+            if todo := [index for index in indices if index not in found]:
+                opened[:] = opened or [self._open_pairs(quantized)]
+                for index, pair in opened[0](todo):
+                    found[index] = compare_sample(parts, pair)
+                self._remember(quantized, found)
+            return Likeness(parts, [found[index] for index in indices], self._state.steps)
+
+        return look
 
     def run_pairs(self, quantized: Model) -> Iterator[Pair]:
         """Yields the outputs of both models for each sample, and stores their records.
@@ -292,8 +324,20 @@ class FloatReference:
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
-        # The kinds of outputs are found first: it needs memory, and so do the sessions opened below.
-        parts, found = self.parts, list[Compared]()
+        parts, found = self.parts, self._compared.setdefault(quantized.sha256, {})
+        for index, pair in self._open_pairs(quantized)(self.indices):
+            found[index] = compare_sample(parts, pair)
+            yield pair
+        self._remember(quantized, found)
+
+    def _remember(self, quantized: Model, found: dict[int, Compared]) -> None:
+        """Stores the records of a model; if they are large, those of other models are dropped."""
+        is_large = sum(each.size_bytes for each in found.values()) > _MOST_REMEMBERED_BYTES
+        # Named again: storing a rival's records may have dropped these.
+        self._compared = {**({} if is_large else self._compared), quantized.sha256: found}
+
+    def _open_pairs(self, quantized: Model) -> _RunPairs:
+        """Returns a function that yields the outputs of both models for some samples."""
         todo = self._kept.missing(self.indices)
         if todo and self._kept.fits(len(todo)):
             # All outputs of the float model can be kept: it is closed before the other is opened.
@@ -308,20 +352,19 @@ class FloatReference:
         def run(sample: tuple[int, Tensors]) -> Pair:
             return Pair(expected=self._run(*sample), found=session.run(sample[1]))
 
-        if self._kept.missing(self.indices):
-            # Threads that run side by side must find it open.
-            self._open()
-        samples = self._read(self.indices)
-        together = map_in_order(run, samples, self._effort.at_once)
-        for (index, _), pair in self._run_sequences(session, samples) if self._state.steps > 1 else together:
-            self._kept.keep(index, pair.expected)
-            found.append(compare_sample(parts, pair))
-            yield pair
-            self._kept.release(index)
-        self._close()
-        # If records are large, those of other models are dropped.
-        is_large = sum(each.size_bytes for each in found) > _MOST_REMEMBERED_BYTES
-        self._compared = {**({} if is_large else self._compared), quantized.sha256: found}
+        def run_pairs(indices: Sequence[int]) -> Iterator[tuple[int, Pair]]:
+            if self._kept.missing(indices):
+                # Threads that run side by side must find it open.
+                self._open()
+            samples, is_stepped = self._read(indices), self._state.steps > 1
+            together = map_in_order(run, samples, self._effort.at_once)
+            for (index, _), pair in self._run_sequences(session, samples) if is_stepped else together:
+                self._kept.keep(index, pair.expected)
+                yield index, pair
+                self._kept.release(index)
+            self._close()
+
+        return run_pairs
 
     def _run_sequences(
         self, session: CpuSession, samples: Iterator[tuple[int, Tensors]]

@@ -168,14 +168,16 @@ class _Choice:
         """Chooses a trial."""
         self.change(chosen=trial, met=self.found.met or trial.prediction.meets(self.goal.max_drop))
 
-    def add(self, step: str, make: Callable[[], QuantPlan | None]) -> plan_search.Trial | None:
+    def add(
+        self, step: str, make: Callable[[], QuantPlan | None], rival: plan_search.Trial | None = None
+    ) -> plan_search.Trial | None:
         """Adds the trial of a plan and returns it: None if time is over or the plan was tried before."""
 
         def attempt() -> plan_search.Trial | None:
             plan = make()
             if plan is None or any(plan == each.plan for each in self.found.trials):
                 return None
-            return plan_search.measure_plan(self.search, step, plan)
+            return plan_search.measure_plan(self.search, step, plan, rival=rival)
 
         trial = plan_search.attempt_trial(self.search, step, attempt) if self.allows(step) else None
         if trial is not None:
@@ -191,8 +193,11 @@ class _Choice:
         less, and the ratio to the signal counts errors of logits that decide nothing.
         """
         search, chosen = self.search, self.chosen
-        trial = self.add(step, make)
-        if trial is None or trial.taken_macs < chosen.taken_macs - plan_search.SAME_SHARE:
+        trial = self.add(step, make, chosen)
+        # A part of the samples is enough to see that a trial is worse.
+        if trial is None or trial.prediction.samples < chosen.prediction.samples:
+            return
+        if trial.taken_macs < chosen.taken_macs - plan_search.SAME_SHARE:
             return
         is_met, is_better = (each.prediction.meets(self.goal.max_drop) for each in (chosen, trial))
         if is_met == is_better:

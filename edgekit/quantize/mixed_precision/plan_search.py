@@ -81,6 +81,8 @@ class Search(Subject, frozen=True, kw_only=True):
         measure: returns what a quantized model loses over all samples.
         compare: returns how much more accuracy the first of two quantized models loses than the second, over the same
             samples (`FloatReference.compare`); 0 if no output can be judged.
+        look: measures a model by as few samples as show that its `rival`, another one, is better
+            (`FloatReference.look`). None: every model is measured by `measure`.
         is_noise: the samples are random numbers, whose outputs hardly vary: their spread tells nothing of real data.
         work: a folder for intermediate files.
         progress: gets messages.
@@ -94,6 +96,7 @@ class Search(Subject, frozen=True, kw_only=True):
 
     measure: Callable[[Model], Prediction]
     compare: Callable[[Model, Model], float]
+    look: Callable[..., Prediction] | None = None
     is_noise: bool = False
     work: Path
     progress: Progress = say_nothing
@@ -487,10 +490,15 @@ def check_trial(search: Search, model: Model) -> CheckReport:
     return search.checks[model.sha256]
 
 
-def measure_plan(search: Search, step: str, plan: QuantPlan, work: Work | None = None) -> Trial:
-    """Returns the trial of a plan."""
+def measure_plan(
+    search: Search, step: str, plan: QuantPlan, work: Work | None = None, *, rival: Trial | None = None
+) -> Trial:
+    """Returns the trial of a plan, measured over all samples, or over as many as show that the `rival` is better."""
     model, work = quantize_step(search, step, plan).model, work or measure_work(search, step, plan)
-    lost = search.measure(model)
+    if search.look is not None and rival is not None:
+        lost = search.look(model, rival=quantize_step(search, rival.step, rival.plan).model)
+    else:
+        lost = search.measure(model)
     return Trial(step=step, plan=plan, prediction=lost, taken_macs=work.taken, integer_macs=work.integer)
 
 
