@@ -20,7 +20,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit._ort import VERSION, Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
-from edgekit.graph.constants import ORT_DOMAIN, read_array, write_dense
+from edgekit.graph.constants import MOVES, ORT_DOMAIN, read_array, write_dense
 from edgekit.graph.inference import infer_model, open_negative, refuse_empty_windows
 from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite
@@ -125,7 +125,25 @@ def list_axes(writer: Writer) -> None:
     writer.add("Unsqueeze", [data, writer.reshaped("axes", axes, [1])])
 
 
-CLEANING = (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes)
+@node_rewrite("stated-zeros", {"DequantizeLinear", "QuantizeLinear"})
+def state_zeros(writer: Writer) -> None:
+    """Gives a Q or DQ without a zero point the zeros that ONNX defines for it.
+
+    ONNX Runtime writes them into the fusions that it saves (`SetOptionalZeroPoint` of qdq_util.cc), but does not count
+    them as inputs, and refuses its own graph: "The sum of input arg count is not equal to size of input defs".
+    """
+    node, graph, dtype = writer.node, writer.graph, writer.dtype
+    scales, maker = known(graph.constants.get(node.input[1])), node
+    while maker.op_type in {"DequantizeLinear", *MOVES} and not dtype:
+        maker = known(graph.producers.get(maker.input[0]))
+    if maker.op_type == "QuantizeLinear":
+        need("output_dtype" not in maker.attributes)
+        dtype = known(graph.value(maker.input[2]).dtype) if maker.has_input(2) else "uint8"
+    need(not node.has_input(2) and dtype in {"int8", "uint8", "int16", "uint16", "int32"})
+    writer.copy(node).input[2:] = [writer.constant("zero", np.zeros(tuple(scales.dims)), dtype)]
+
+
+CLEANING = (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes, state_zeros)
 """What every model gets, whatever the target."""
 
 

@@ -25,6 +25,7 @@ from edgekit.convert.ort_format.operators import find_lacking, read_operators, w
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.model.model import load_model
+from edgekit.prepare.rewrites.fused import split_qlinear
 from edgekit.recipe import Recipe
 from edgekit.target import load_target
 
@@ -42,6 +43,34 @@ def test_each_form_is_there_and_loads(tmp_path: Path) -> None:
     expected = run_ort(tmp_path / "out/model.ort", (1, 3, 4, 4))
     assert np.array_equal(run_ort(tmp_path / "out/model.runtime.ort", (1, 3, 4, 4)), expected)
     assert np.allclose(run_ort(tmp_path / "out/model.onnx", (1, 3, 4, 4)), expected, atol=0.06)
+
+
+def test_fusions_are_saved_of_a_model_that_leaves_zero_points_out(tmp_path: Path) -> None:
+    proto = onnx.load(str(make_qdq(tmp_path / "m.onnx", activation="int8").path))
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear":
+            del node.input[2]
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    report = convert_for(tmp_path / "m.onnx", tmp_path / "out", Recipe(targets=()), ConvertOptions())
+    assert report.census["runtime"]["QLinearConv"] == 2
+    # ONNX Runtime alone does not save them.
+    with pytest.raises(RuntimeRefusal, match="input arg count"):
+        write_ort(load_model(tmp_path / "m.onnx"), tmp_path / "m.ort", RUNTIME)
+
+
+def test_fusions_are_saved_of_what_was_a_qlinear_operator(tmp_path: Path) -> None:
+    model = parse_model(
+        """g (float[1,2,4,4] x) => (float[1,2,4,4] y)
+        <float s = {0.1}, int8 z = {3}, int8 o = {0}, int8[2,2,1,1] w = {1,2,3,4}, float[2] v = {0.1,0.2},
+         int8[2] u = {0,0}, int32[2] b = {5,-6}> {
+        q = QuantizeLinear(x, s, z) r = QLinearConv(q, s, z, w, v, u, s, z, b) y = DequantizeLinear(r, s, z) }""",
+        tmp_path / "m.onnx",
+    )
+    proto = onnx.load(str(model))
+    assert split_qlinear(proto.graph, 17)
+    onnx.save(proto, str(tmp_path / "split.onnx"))
+    converted = convert_model(load_model(tmp_path / "split.onnx"), all_forms(), tmp_path / "out")
+    assert converted.census["runtime"]["QLinearConv"] == 1
 
 
 def test_digests_ancestry_and_versions_are_recorded(tmp_path: Path) -> None:

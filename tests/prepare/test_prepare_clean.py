@@ -84,6 +84,13 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LabelEncoder Reshape LabelEncoder Reshape Cast MatMul",
         {"imports": ', "ai.onnx.ml" : 1'},
     ),
+    "zero points that ONNX defines": (
+        """g (float[1,2,3] x) => (float[1,3,2] y) <float s = {0.1}, float[3] t = {0.1, 0.2, 0.3}, int8 z = {3}> {
+        a = QuantizeLinear(x, s) b = DequantizeLinear(a, s) c = QuantizeLinear(b, s, z)
+        d = Transpose<perm = [0, 2, 1]>(c) e = DequantizeLinear(d, s) f = QuantizeLinear(e, t) y = DequantizeLinear(f, t) }""",
+        "Q DQ Q Transpose DQ Q DQ",
+        {"opset": 13},
+    ),
     # OnnxMLTools wrote what ONNX had as a preview, and ONNX Runtime's CPU still has it.
     **{
         f"a preview with {crop}": (

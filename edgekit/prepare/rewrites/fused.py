@@ -119,7 +119,9 @@ def split_qlinear(writer: Writer) -> None:
     if bias and node.has_input(bias):
         scale = node.number("alpha", 1.0) * scales[0] * scales[1]
         last = len(graph.value(node.input[bias]).shape or (0,)) - 1
-        given = [node.input[bias], writer.constant("bias_scale", scale if scale.size > 1 else scale[0], "float32")]
+        scale = scale if scale.size > 1 else scale[0]
+        given = [node.input[bias], writer.constant("bias_scale", scale, "float32")]
+        given.append(writer.constant("bias_zero", np.zeros_like(scale), "int32"))
         inputs.append(writer.add("DequantizeLinear", given, "bias", axis=last))
     own = {name: value for name, value in node.attributes.items() if name not in _OWN}
     made = writer.add(op, inputs, "" if gives_float else "float", **own)
