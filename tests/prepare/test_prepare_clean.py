@@ -87,7 +87,8 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero points that ONNX defines": (
         """g (float[1,2,3] x) => (float[1,3,2] y) <float s = {0.1}, float[3] t = {0.1, 0.2, 0.3}, int8 z = {3}> {
         a = QuantizeLinear(x, s) b = DequantizeLinear(a, s) c = QuantizeLinear(b, s, z)
-        d = Transpose<perm = [0, 2, 1]>(c) e = DequantizeLinear(d, s) f = QuantizeLinear(e, t) y = DequantizeLinear(f, t) }""",
+        d = Transpose<perm = [0, 2, 1]>(c) e = DequantizeLinear(d, s)
+        f = QuantizeLinear(e, t) y = DequantizeLinear(f, t) }""",
         "Q DQ Q Transpose DQ Q DQ",
         {"opset": 13},
     ),
