@@ -18,16 +18,6 @@ _VERSION = 1
 _RowT = TypeVar("_RowT")
 
 
-def require_history(path: Path) -> None:
-    """Refuses a history file that does not exist.
-
-    Raises:
-        DataError: there is no such file.
-    """
-    if not path.is_file():
-        raise DataError(f"there is no history '{path}'", hint="edgekit verify BUNDLE --history FILE makes it")
-
-
 @contextlib.contextmanager
 def opened_history(path: Path) -> Generator[sqlite3.Connection]:
     """Opens a history; the changes of the block are stored completely or not at all.
@@ -82,19 +72,24 @@ class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
             words = ("INSERT INTO", self.name, "(", ", ".join(list(types)[1:]), ") VALUES (", marks, ")")
             return int(connection.execute(" ".join(words), row).lastrowid or 0)
 
-    def select(self, path: Path, condition: str, values: Sequence[object]) -> tuple[_RowT, ...]:
-        """Returns the rows of a history that meet an SQL condition; none if it has no such table.
+    def select(self, path: Path, order: str = "id", **values: object) -> tuple[_RowT, ...]:
+        """Returns the rows of a history that have these values in their columns, oldest first.
+
+        A value of None matches any row. A history without this table has no rows; `order` is SQL after ORDER BY.
 
         Raises:
-            DataError: the file is no history, or a report in it is malformed.
+            DataError: there is no such file, it is no history, or a report in it is malformed.
         """
+        if not path.is_file():
+            raise DataError(f"there is no history '{path}'", hint="edgekit verify BUNDLE --history FILE makes it")
         known = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+        conditions = " AND ".join(f"coalesce(?, {name}) = {name}" for name in values)
         with opened_history(path) as connection:
             if connection.execute(known, (self.name,)).fetchone() is None:
                 return ()
             names = ("id", "time", *self.columns, "report")
-            words = ("SELECT", ", ".join(names), "FROM", self.name, condition)
-            rows = connection.execute(" ".join(words), tuple(values)).fetchall()
+            words = ("SELECT", ", ".join(names), "FROM", self.name, "WHERE", conditions, "ORDER BY", order)
+            rows = connection.execute(" ".join(words), tuple(values.values())).fetchall()
         found: list[_RowT] = []
         for row in rows:
             malformed = DataError(f"{self.noun} {row[0]} of '{path}' is malformed", hint="use another history file")
@@ -110,10 +105,7 @@ class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
         Raises:
             DataError: the file is no history.
         """
-        if not path.exists():
-            return None
-        condition = " AND ".join(f"{name} = ?" for name in values)
-        return next(iter(self.select(path, f"WHERE {condition} ORDER BY id DESC LIMIT 1", (*values.values(),))), None)
+        return next(iter(self.select(path, "id DESC LIMIT 1", **values)), None) if path.exists() else None
 
 
 class PastBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +137,7 @@ def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, 
     Raises:
         DataError: there is no such file, or it is no history.
     """
-    require_history(path)
-    return _BENCHES.select(path, "WHERE ? IS NULL OR subject = ? ORDER BY id", (subject, subject))
+    return _BENCHES.select(path, subject=subject)
 
 
 def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:

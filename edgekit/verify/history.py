@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.bench.history import Table, require_history
+from edgekit.bench.history import Table
 from edgekit.errors import UsageError
 from edgekit.evidence import Evidence, Verdict
 from edgekit.verify.metrics.outputs import OutputReport
@@ -63,8 +63,7 @@ def list_runs(path: Path, *, bundle: str | None = None) -> tuple[PastRun, ...]:
     Raises:
         DataError: there is no such file, or it is no history.
     """
-    require_history(path)
-    return _RUNS.select(path, "WHERE ? IS NULL OR bundle = ? ORDER BY id", (bundle, bundle))
+    return _RUNS.select(path, bundle=bundle)
 
 
 def read_run(path: Path, number: int) -> PastRun:
@@ -74,8 +73,7 @@ def read_run(path: Path, number: int) -> PastRun:
         UsageError: there is none of that number.
         DataError: there is no such file, or it is no history.
     """
-    require_history(path)
-    if not (found := _RUNS.select(path, "WHERE id = ?", (max(-1, min(number, _MOST_RUNS)),))):
+    if not (found := _RUNS.select(path, id=max(-1, min(number, _MOST_RUNS)))):
         raise UsageError(f"'{path}' has no run {number}", hint=f"edgekit runs list --history {path}")
     return found[0]
 
