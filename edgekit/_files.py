@@ -46,6 +46,11 @@ def as_path(given: AnyPath) -> Path:
         raise UsageError(f"{' '.join(repr(given).split()):.100} is no path", hint=hint) from error
 
 
+def list_below(place: Path) -> list[Path]:
+    """Returns the files in a folder and its subfolders, sorted; a path that is no folder is returned itself."""
+    return sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+
+
 def digest_file(path: Path) -> str:
     """Returns the sha256 of a file in hex; the file is read in chunks."""
     with path.open("rb") as file:

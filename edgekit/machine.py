@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from threadpoolctl import threadpool_limits
 
@@ -75,6 +75,11 @@ def describe_machine() -> dict[str, str]:
 def read_cpu_flags() -> str:
     """Returns the flags of this machine's x86 CPU, "" where there are none."""
     return _read_cpu("flags")
+
+
+def host_cpu() -> Literal["arm", "x64"]:
+    """Returns the kind of this machine's CPU, whose kernels a file in ORT format is for."""
+    return "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
 
 
 def has_vnni() -> bool:

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from edgekit.devices.standalone import ort_runner
 from edgekit.machine import (
     describe_machine,
+    host_cpu,
     map_in_order,
     own_peak_bytes,
     peak_bytes,
@@ -27,6 +28,12 @@ def test_the_description_of_a_machine_has_no_host_name() -> None:
     assert int(found["cores"]) >= 1
     assert found["cpu"]
     assert socket.gethostname() not in found.values()
+
+
+@pytest.mark.parametrize(("machine", "cpu"), [("arm64", "arm"), ("aarch64", "arm"), ("AMD64", "x64")])
+def test_a_mac_with_arm_is_arm_as_linux_on_arm_is(monkeypatch: pytest.MonkeyPatch, machine: str, cpu: str) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert host_cpu() == cpu
 
 
 def test_packages_are_put_beside_edgekit_as_it_was_installed(tmp_path: Path) -> None:

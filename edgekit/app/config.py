@@ -13,6 +13,7 @@ import msgspec
 
 from edgekit._files import AnyPath, as_path
 from edgekit.data.images import Preprocess, load_preprocess
+from edgekit.data.samples import FUNCTION
 from edgekit.devices.find import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
 from edgekit.errors import UsageError, reraised, suggest_name
 from edgekit.package.package import Kind
@@ -89,9 +90,6 @@ class Source(msgspec.Struct, frozen=True):
         """
         if name not in known:
             raise self.refuse(place, f"the file has no {what} '{name}'", hint=suggest_name(name, known))
-
-
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -360,7 +358,7 @@ def describe_schema() -> dict[str, Any]:
 
 def _resolve_source(folder: Path, source: str) -> str:
     """Returns a path relative to `folder`; `module:function` stays as it is."""
-    return source if _FUNCTION.fullmatch(source) else str(folder / source)
+    return source if FUNCTION.fullmatch(source) else str(folder / source)
 
 
 def _check_names(app: App, source: Source) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, read_kept, write_file
+from edgekit._files import digest_bytes, digest_file, list_below, read_kept, write_file
 from edgekit.app.config import App, Cell
 from edgekit.bundle.manifest import encode_json
 from edgekit.evidence import Judged, Verdict, worst_verdict
@@ -42,8 +42,7 @@ class Digests:
     def digest(self, path: Path) -> str:
         """Returns the sha256 of a file, or of the files of a folder with their names; "" if there is none."""
         if path.is_dir():
-            names = sorted(file for file in path.rglob("*") if file.is_file())
-            lines = (f"{self.digest(file)}  {file.relative_to(path).as_posix()}\n" for file in names)
+            lines = (f"{self.digest(file)}  {file.relative_to(path).as_posix()}\n" for file in list_below(path))
             return digest_bytes("".join(lines).encode())
         if not path.is_file():
             return ""

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from edgekit._files import digest_bytes, staged_entries, work_folder
+from edgekit._files import digest_bytes, list_below, staged_entries, work_folder
 from edgekit._proc import run_process
 from edgekit.app.cells import CACHE, LIMITS, Store, build_cell, cell_folder, fetch_cell, find_key, name_cell, open_store
 from edgekit.app.config import App, AppTable, Cell
@@ -123,7 +123,7 @@ def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> Stor
     """
     first, entries = paths[0], dict[str, Path]()
     for path in paths:
-        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+        for file in list_below(path):
             # From the paths alone: links are not followed.
             name = Path(os.path.relpath(file, first.parent)).as_posix()
             if name.startswith("../"):

@@ -9,7 +9,7 @@ from typing import Annotated
 import click
 import msgspec
 
-from edgekit._files import write_file
+from edgekit._files import list_below, write_file
 from edgekit.app.config import FILE, App, list_cells, load_app
 from edgekit.app.draft import draft_app
 from edgekit.app.result import AppReport, headline_app, list_inputs
@@ -272,8 +272,8 @@ def show_run(report: AppReport) -> None:
 def _stamp(app: App) -> list[tuple[str, int]]:
     """Returns the path and the modification time (ns) of each file that a run depends on."""
     inputs = (place for cell in list_cells(app) for places in list_inputs(cell, ()).values() for place in places)
-    files = (path for place in (app.path, *inputs) for path in (place.rglob("*") if place.is_dir() else (place,)))
-    return [(str(path), path.stat().st_mtime_ns) for path in files if path.is_file()]
+    files = (path for place in (app.path, *inputs) for path in list_below(place) if path.is_file())
+    return [(str(path), path.stat().st_mtime_ns) for path in files]
 
 
 @as_command

@@ -285,7 +285,7 @@ def forecast_command(
     max_ms: Annotated[float | None, number("The largest time in ms, in the fastest precision.", 0)],
     dims: options.Sizes,
     freeze: options.Freeze,
-    html: Annotated[Path | None, Option("Write an HTML page as well.", "FILE")],
+    html: options.HtmlFile,
     progress: Progress,
 ) -> Answer:
     """Say how long SUBJECT, a model or a bundle, would take on phones and boards with Qualcomm's NPU. Nothing runs.

@@ -1,7 +1,6 @@
 """Commands that compare with a reference: verify, with limits in place of those of the target, runs and compare."""
 
 import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,6 +28,7 @@ from edgekit.devices.find import default_target, find_device, load_target_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import view_model
 from edgekit.jobs.convert import FormatReport, compare_formats
+from edgekit.machine import host_cpu
 from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import make_runnable
@@ -366,8 +366,7 @@ def compare_command(
             words = f"give a second model, or --formats with only {allowed}"
             raise UsageError(words, hint="edgekit compare MODEL --formats --data DATA")
         recipe = Recipe(dims=dims, freeze=freeze, samples=samples)
-        host_cpu: Cpu = "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
-        formats_report = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or host_cpu, progress)
+        formats_report = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or host_cpu(), progress)
         return Answer(formats_report, lambda: _show_formats(formats_report))
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")

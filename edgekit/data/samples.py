@@ -27,6 +27,9 @@ from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
 from edgekit.errors import DataError, UsageError, quote_error, require_known, reraised
 from edgekit.model.tensors import DTYPES, PARSER_LOCK, Array, Tensors, TensorSpec, is_text, shape_matches
 
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""A function of the user's own, as `module:function`: `load_function` imports it."""
+
 
 def load_function(source: str, what: str) -> Callable[..., Any]:
     """Returns the function that `module:function` names; installed modules come before those of the working folder.
@@ -324,7 +327,7 @@ def _open_source(
         samples = _from_files(path, files, lambda file: {name: read_image(file, preprocess)})
         refuse_other_input(preprocess, given[0])
         return msgspec.structs.replace(samples, class_names=tuple(file.parent.name for file in files))
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
+    if FUNCTION.fullmatch(source):
         return _from_function(source)
     if not path.exists():
         raise DataError(f"the data '{source}' does not exist", hint=f"check the path; {_FORMS_HINT}")

@@ -6,7 +6,6 @@ its own. If it is shared through Labgrid, its place there is acquired while a jo
 
 import contextlib
 import getpass
-import platform
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,7 +30,7 @@ from edgekit.devices.release import Loader
 from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
 from edgekit.errors import DeviceError, UsageError, require_known
 from edgekit.evidence import Evidence
-from edgekit.machine import cache_folder, has_vnni
+from edgekit.machine import cache_folder, has_vnni, host_cpu
 from edgekit.progress import Progress
 from edgekit.recipe import Recipe, load_targets
 from edgekit.serialize import read_toml, suggest_key
@@ -456,8 +455,7 @@ def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
         targets_here = [max(targets_here, key=lambda target: len(target.fallback))]
     found = [target.name for target in targets_here]
     targets = [name for given in recipe.targets for name in (found if given == _AUTO else [given])]
-    arch = "x64-vnni" if has_vnni() else "x64"
-    arch = "arm64" if platform.machine().lower() in {"arm64", "aarch64"} else arch
+    arch = "arm64" if host_cpu() == "arm" else "x64-vnni" if has_vnni() else "x64"
     settings = {"arch": arch, **recipe.settings} if "cpu" in targets else recipe.settings
     return msgspec.structs.replace(recipe, targets=tuple(dict.fromkeys(targets)), settings=settings)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, read_chunks, work_folder, write_new
+from edgekit._files import digest_file, list_below, read_chunks, work_folder, write_new
 from edgekit.devices.device import Job
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.ios.mil.compute import read_package
@@ -120,9 +120,9 @@ def _outline(partition: Path) -> object:
 def _copy(partition: Path, target: Path) -> int:
     """Copies a package without the provider's temporary files (`tmp`), or a file, and returns its size in bytes."""
     total = 0
-    for path in [partition] if partition.is_file() else sorted(partition.rglob("*")):
+    for path in list_below(partition):
         inside = path.relative_to(partition)
-        if path.is_file() and inside.parts[:1] != ("tmp",):
+        if inside.parts[:1] != ("tmp",):
             with path.open("rb") as file:
                 write_new(target / inside, read_chunks(file))
             total += path.stat().st_size

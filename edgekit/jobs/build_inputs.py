@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes
+from edgekit._files import digest_bytes, list_below
 from edgekit.bundle.expected import Recorded, adopt_outputs, adopt_reference
 from edgekit.bundle.golden import OUTPUTS, Golden, KnownOutputs, make_golden, plan_sequences
 from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
@@ -185,12 +185,11 @@ def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob)
     # A function may return other samples each time, and a golden build has a reference for each target.
     if job.cache.work is None or data.golden is not None or not all(place.exists() for place in places):
         return ""
-    files = [path for place in places for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
     recipe = job.recipe
     facts = (
         (given.sha256, data, metric, takes_any_size(job.targets)),
         (recipe.dims, recipe.buckets, recipe.pad, recipe.freeze, recipe.samples, recipe.outputs, recipe.state),
-        [(path, (known := path.stat()).st_size, known.st_mtime_ns) for path in files],
+        [(path, (known := path.stat()).st_size, known.st_mtime_ns) for place in places for path in list_below(place)],
     )
     return digest_bytes(msgspec.json.encode(facts, enc_hook=str, order="sorted"))
 

@@ -12,6 +12,7 @@ from edgekit._files import (
     as_path,
     digest_bytes,
     digest_file,
+    list_below,
     read_state,
     replacing_file,
     require_apart,
@@ -231,8 +232,7 @@ def _open_job(
     known, keep = dict[str, Trial](), None
     if how.state is not None:
         # The measured drops of a state are valid for the same labels only.
-        files = [data.labels, *sorted(data.labels.rglob("*"))] if data.labels is not None else []
-        measured = str([limit, *(digest_file(file) for file in files if file.is_file())])
+        measured = str([limit, *map(digest_file, list_below(data.labels) if data.labels is not None else ())])
         key = {
             "model": fixed.model.sha256,
             "samples": facts.sha256,

@@ -18,8 +18,8 @@ from edgekit.convert.convert import Source, convert_forms
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.devices.device import Device, Job, require_device
 from edgekit.devices.find import DeviceChoice, choose_devices
-from edgekit.devices.local.runner import host_abi
 from edgekit.errors import EdgekitError, UsageError
+from edgekit.machine import host_cpu
 from edgekit.model.model import load_model, read_proto
 from edgekit.serialize import read_own_toml
 from edgekit.target import Session
@@ -211,7 +211,7 @@ def open_files(
         try:
             folder = work / "ort"
             # The file is used on this machine only, so it may have the memory layouts of its CPU.
-            options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
+            options = OrtOptions(style="full", cpu=host_cpu())
             model = load_model(path)
             source = Source(model=model, origin=model, checked=False)
             converted = convert_forms(model, source, ("full",), {"full": options}, folder)

@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import io
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit.data.intervals import bootstrap_pairs, interval_of_pairs
-from edgekit.data.samples import Samples, load_function
+from edgekit.data.samples import FUNCTION, Samples, load_function
 from edgekit.data.sets import Boxes, Label, LabelKind
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, look_up, quote_error, reraised
 from edgekit.machine import spell_install
@@ -229,7 +228,7 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
     Raises:
         UsageError: there is no such metric, or no such function.
     """
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", limit.name):
+    if FUNCTION.fullmatch(limit.name):
         function = load_function(limit.name, "metric")
 
         def read(outputs: Tensors, label: Label, _: TaskLimit) -> tuple[float, float]:
