@@ -11,7 +11,7 @@ from check_models import TARGETS, check_text, graph_of, why_not
 
 from edgekit.check.rules import rules
 from edgekit.check.rules.rulebook import Rule, derive_settings, load_rules
-from edgekit.check.rules.rules import BaseRule, Forms, GraphEdge, Never, Subject, When
+from edgekit.check.rules.rules import BaseRule, Forms, Never, Subject, When
 from edgekit.check.rules.units import group_units
 from edgekit.errors import TargetError
 from edgekit.target import load_target
@@ -191,8 +191,11 @@ def test_only_q_and_dq_on_the_edge_of_a_graph_are_left_to_the_cpu() -> None:
     body = """{ q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) r = Relu(d)
       t = QuantizeLinear(r, s, z) y = DequantizeLinear(t, s, z) }"""
     graph = graph_of(f"g (float[1,4] x) => (float[1,4] y) <float s = {{0.1}}, uint8 z = {{128}}> {body}")
-    units = [Subject(graph=graph, unit=unit, settings={}) for unit in group_units(graph, None)]
-    refused = [GraphEdge().refuse(unit) or "" for unit in units]
+    entry = next(entry for entry in load_rules(load_target("qnn")).op if "QuantizeLinear" in entry.types)
+    refused = list[str]()
+    for unit in group_units(graph, None):
+        subject = Subject(graph=graph, unit=unit, settings={"offload_graph_io_quantization": "1"})
+        refused.append(next(filter(None, (rule.refuse(subject) for rule in entry.rules)), ""))
     assert [reason.partition(",")[0] for reason in refused] == [
         "it quantizes a graph input", "", "", "", "it makes a graph output",
     ]  # fmt: skip

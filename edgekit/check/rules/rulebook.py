@@ -22,7 +22,7 @@ Rule = (
     rules.Never | rules.Forms | rules.Dtype | rules.SameDtype | rules.Rank | rules.Static | rules.NonZero
     | rules.DimLimit | rules.Constant | rules.Computed | rules.Internal | rules.Traced | rules.Inline | rules.Attribute
     | rules.Entries | rules.Count | rules.Values | rules.Setting | rules.Quantized | rules.SameQuantization
-    | rules.QuantizedOutput | rules.FiniteScale | rules.FullShape | rules.Fused | rules.GraphEdge | rules.Between
+    | rules.QuantizedOutput | rules.FiniteScale | rules.FullShape | rules.Fused | rules.Between
     | rules.Readers | operators.AxisLast | operators.AxisSize | operators.Bounds | operators.CentredPads
     | operators.ConvKernel | operators.Covered | operators.Equation | operators.GemmBias | operators.GroupedDilation
     | operators.MatMulRanks | operators.NearestKernel | operators.OwnConstants | operators.PadReach

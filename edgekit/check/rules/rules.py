@@ -65,8 +65,8 @@ class When(_Strict, frozen=True, kw_only=True):
     `settings`, `below` and `at_least` compare the target's settings and `ort_minor`, the 31 of ORT 1.31. `attribute`
     compares the node's attributes; an absent one meets only `attribute_absent`. `dtypes` and `ranks` give the types and
     ranks of inputs by position, and `single` the inputs that must hold one element. `since` gives the versions of the
-    operator. One of the operators in `fed_by` must make an input, one of those in `feeds` must read an output. `leaves`
-    says whether an output must be a graph output.
+    operator. One of the operators in `fed_by` must make an input, one of those in `feeds` must read an output. `enters`
+    says whether an input must be one of the graph, `leaves` whether an output must be.
     """
 
     settings: dict[str, tuple[str, ...]] = {}
@@ -88,6 +88,7 @@ class When(_Strict, frozen=True, kw_only=True):
     except_ops: tuple[str, ...] = ()
     fed_by: tuple[str, ...] = ()
     feeds: tuple[str, ...] = ()
+    enters: bool | None = None
     leaves: bool | None = None
 
     def may_hold(self, op: str, settings: Mapping[str, str]) -> bool:
@@ -126,6 +127,7 @@ class When(_Strict, frozen=True, kw_only=True):
             and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in self.single)
             and (not self.fed_by or not makers.isdisjoint(self.fed_by))
             and (not self.feeds or not readers.isdisjoint(self.feeds))
+            and self.enters in {None, any(operand.name in subject.graph.inputs for operand in unit.inputs)}
             and self.leaves in {None, any(operand.name in subject.graph.outputs for operand in unit.outputs)}
         )
 
@@ -465,20 +467,6 @@ class Setting(BaseRule, frozen=True, kw_only=True, tag="setting"):
             yield f"it needs {self.name} {' or '.join(self.allowed)}, not {found}"
         if not self.allowed and subject.number(self.name) < self.min:
             yield f"it needs {self.name} {self.min} or newer, not {found}"
-
-
-class GraphEdge(BaseRule, frozen=True, kw_only=True, tag="graph_edge"):
-    """Refuses a Q that reads a graph input, and a DQ that makes a graph output.
-
-    QNN leaves them to the CPU with `offload_graph_io_quantization`, which is on by default (targets/qnn/NOTES.md).
-    """
-
-    def _reasons(self, subject: Subject) -> Iterator[str]:
-        graph, node = subject.graph, subject.unit.node
-        if node.op_type == "QuantizeLinear" and node.input[0] not in graph.producers:
-            yield "it quantizes a graph input, which the provider leaves to the CPU"
-        if node.op_type == "DequantizeLinear" and node.output[0] in graph.outputs:
-            yield "it makes a graph output, which the provider leaves to the CPU"
 
 
 class Between(BaseRule, frozen=True, kw_only=True, tag="between"):
