@@ -37,6 +37,22 @@ class Evidence(enum.StrEnum):
         return self.rank <= other.rank
 
 
+class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what is reported of one device; `failure` says why there is no result, None if there is one."""
+
+    device: str
+    evidence: Evidence
+    failure: str | None = None
+
+
+class SessionReport(DeviceResult, frozen=True, kw_only=True):
+    """Base of reports of a session on one device: its provider, the time to create it, and the versions that ran."""
+
+    provider: str
+    load_ms: float = 0.0
+    versions: dict[str, str] = {}
+
+
 Verdict = Literal["pass", "fail", "not proven"]
 
 

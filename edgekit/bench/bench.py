@@ -4,7 +4,7 @@ One sample is run many times: after a warm-up, in slices, as often as the spread
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +21,7 @@ from edgekit.devices.find import DeviceChoice, address_of, choose_devices, kind_
 from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each
 from edgekit.errors import DeviceError, EdgekitError, UsageError
-from edgekit.evidence import Evidence
+from edgekit.evidence import DeviceResult, Evidence, SessionReport
 from edgekit.model.model import list_model_files
 from edgekit.model.tensors import Tensors
 from edgekit.progress import Progress, say_nothing
@@ -198,20 +198,17 @@ def run_slices(device: Device, job: Job, work: Path, *, slices: int, repeat: int
 ROUNDS = 8
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(DeviceResult, frozen=True, kw_only=True):
     """How the other subject (B) compares with the subject (A) on one device, in interleaved rounds.
 
     `ratio` is None if the comparison failed; `failure` says why.
     """
 
-    device: str
-    evidence: Evidence
     a: str
     b: str
     a_median_ms: float = 0.0
     b_median_ms: float = 0.0
     ratio: latency.Ratio | None = None
-    failure: str | None = None
 
 
 def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress: Progress) -> Comparison:
@@ -239,7 +236,7 @@ def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress:
     return msgspec.structs.replace(result, ratio=ratio, a_median_ms=a_ms, b_median_ms=b_ms)
 
 
-class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
+class BenchRun(SessionReport, frozen=True, kw_only=True):
     """The times of one subject on one device, in milliseconds per run.
 
     `provider` is the target's, or the CPU provider if the target's took no node; `provider_nodes` counts the nodes by
@@ -253,10 +250,7 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     `failure` says how, and the figures are 0.
     """
 
-    device: str
-    evidence: Evidence
-    provider: str
-    provider_nodes: dict[str, int] = {}
+    provider_nodes: Mapping[str, int] = {}
     batch: int = 1
     concurrency: int = 1
     io_binding: bool = False
@@ -271,7 +265,6 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     std_ms: float = 0.0
     interval_ms: tuple[float, float] = (0.0, 0.0)
     throughput_per_s: float = 0.0
-    load_ms: float = 0.0
     first_ms: float = 0.0
     peak_rss_bytes: int = 0
     model_bytes: int = 0
@@ -280,9 +273,7 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     inter_threads: int = 0
     parallel: bool = False
-    versions: dict[str, str] = {}
     warnings: tuple[str, ...] = ()
-    failure: str | None = None
 
     @property
     def execution(self) -> str:

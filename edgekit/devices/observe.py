@@ -23,7 +23,7 @@ from edgekit.devices.find import known_device
 from edgekit.devices.local.host import COREML, QNN
 from edgekit.devices.local.provider import OPENVINO, PROVIDERS
 from edgekit.errors import DataError, DeviceError, MissingExtraError, ModelError, RuntimeRefusal
-from edgekit.evidence import Evidence
+from edgekit.evidence import DeviceResult, Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.target import Target
@@ -57,7 +57,7 @@ class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
 
 
-class Observed(msgspec.Struct, frozen=True, kw_only=True):
+class Observed(DeviceResult, frozen=True, kw_only=True):
     """What a real provider did with a model.
 
     `nodes` counts the nodes of the model that could be matched with nodes of the session, `taken` those that the
@@ -65,13 +65,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     placed before the failure count. `notes` say what was done differently from an app on the target.
     """
 
-    device: str
-    evidence: Evidence
     nodes: int
     taken: int
     not_taken: tuple[str, ...]
     disagreements: tuple[Disagreement, ...]
-    failure: str | None
     notes: tuple[str, ...]
 
     @property

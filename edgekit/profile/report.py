@@ -6,7 +6,7 @@ import msgspec
 
 from edgekit.bench.latency import Ratio
 from edgekit.devices.device import Phase, SkippedDevice
-from edgekit.evidence import Evidence
+from edgekit.evidence import SessionReport
 
 Kind = Literal["", "quantize and dequantize", "casts", "reorders", "transposes", "copies between providers"]
 """What a kernel that only converts or copies data does; "" for kernels that compute something."""
@@ -131,7 +131,7 @@ class NpuTime(msgspec.Struct, frozen=True, kw_only=True):
     spread: float
 
 
-class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceProfile(SessionReport, frozen=True, kw_only=True):
     """Where the time of a run goes on one device.
 
     `run_ms` is the mean of the counted runs, as the profiler saw them, `nodes_ms` the sum of all kernels in them.
@@ -143,17 +143,12 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     subject: str
-    device: str
-    evidence: Evidence
-    provider: str
     threads: int = 0
-    versions: dict[str, str] = {}
     runs: int = 0
     run_ms: float = 0.0
     nodes_ms: float = 0.0
     plain_ms: float = 0.0
     overhead: Ratio | None = None
-    load_ms: float = 0.0
     make_ms: float = 0.0
     operators: tuple[OperatorTime, ...] = ()
     nodes: tuple[NodeTime, ...] = ()
@@ -163,7 +158,6 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     roof: Roof | None = None
     advice: tuple[Cause, ...] = ()
     warnings: tuple[str, ...] = ()
-    failure: str | None = None
 
     @property
     def covered(self) -> float:

@@ -36,7 +36,7 @@ from edgekit.devices.parallel import run_each
 from edgekit.devices.process.session import Turn, open_session
 from edgekit.devices.recorded import Recording, open_recorded
 from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError, OutputError, UsageError
-from edgekit.evidence import Evidence, Judged, Judgement, Verdict, worst_verdict
+from edgekit.evidence import DeviceResult, Judged, Judgement, Verdict, worst_verdict
 from edgekit.graph.graph import view_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
@@ -221,19 +221,16 @@ def _describe_ancestry(bundle: Bundle, inputs: str) -> dict[str, str]:
     }
 
 
-class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
+class GroupRun(DeviceResult, frozen=True, kw_only=True):
     """What one device computed for whole samples: the metric of the task, and how often each member ran.
 
     `failure` says why the run stopped, None if it finished; `crashed` means that the program of an emulator died.
     """
 
-    device: str
-    evidence: Evidence
     samples: int
     runs: dict[str, int]
     task: TaskReport | None
     limit: TaskLimit
-    failure: str | None = None
     crashed: bool = False
 
     @property

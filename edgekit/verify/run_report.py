@@ -1,7 +1,7 @@
 """What one device did with a bundle: the facts, the gates by which they are judged, and the verdict of the run."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -10,7 +10,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.check.report import Placed, count_of
 from edgekit.data.samples import order_for_runs
-from edgekit.evidence import Evidence, Judged, Judgement, Verdict, join_judgements
+from edgekit.evidence import Evidence, Judged, Judgement, SessionReport, Verdict, join_judgements
 from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import INPUT, UNSTEADY, Located
@@ -185,7 +185,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
 
 
-class RunReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(Judged, SessionReport, frozen=True, kw_only=True):
     """What one device did with the samples.
 
     `provider` is the one that the target promises. `provider_nodes` counts the nodes that each provider took, as
@@ -202,21 +202,15 @@ class RunReport(Judged, msgspec.Struct, frozen=True, kw_only=True):
     or the samples are no sequences; `sizes` is the result for each size of a bundle with buckets, None if it has none.
     """
 
-    device: str
-    evidence: Evidence
-    provider: str
     form: str
     samples: int = 0
-    provider_nodes: dict[str, int] = {}
+    provider_nodes: Mapping[str, int] = {}
     placement_source: Literal["session", "profile", "log", "predicted"] = "predicted"
     outputs: tuple[OutputReport, ...] = ()
     accuracy: Accuracy | None = None
     latency_ms: Latency | None = None
-    load_ms: float = 0.0
     peak_rss_bytes: int = 0
-    versions: dict[str, str] = {}
     thresholds: Thresholds
-    failure: str | None = None
     crashed: bool = False
     notes: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
