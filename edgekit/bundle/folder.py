@@ -39,17 +39,21 @@ _T = TypeVar("_T")
 _Value = TypeVar("_Value")
 
 
-class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """An opened bundle: a folder with a model for one target and everything an app needs.
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what was opened in a folder: `sha256` is the digest of its listing, and so of every file that this lists.
 
-    `sha256` is the digest of `manifest.json`, and through it of every file that the manifest lists. `attested` is the
-    signer's statement about the verification, None if the bundle was opened without a key.
+    `attested` is the signer's statement about the verification, None if it was opened without a key.
     """
 
     folder: Path
-    manifest: Manifest
     sha256: str
     attested: TestResult | None = None
+
+
+class Bundle(Opened, frozen=True, kw_only=True):
+    """An opened bundle: a folder with a model for one target and everything an app needs, listed by `manifest.json`."""
+
+    manifest: Manifest
 
     @property
     def digests(self) -> dict[str, str]:

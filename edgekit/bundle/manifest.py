@@ -12,6 +12,7 @@ import msgspec
 
 from edgekit._files import digest_file
 from edgekit._ort import Level
+from edgekit.check.report import PlacedNodes
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import Padding
 from edgekit.errors import BundleError, reraised
@@ -256,7 +257,7 @@ class ProviderShare(Strict, frozen=True, kw_only=True):
     macs: int
 
 
-class Placement(Strict, frozen=True, kw_only=True):
+class Placement(PlacedNodes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The predicted placement: how many nodes the provider takes, in how many partitions, and their share of the work.
 
     The observed placement is in `verify.json` (`placed`): the manifest must not depend on which devices ran.
@@ -264,9 +265,6 @@ class Placement(Strict, frozen=True, kw_only=True):
     which lists the nodes one by one.
     """
 
-    nodes: int
-    taken: int
-    partitions: int
     taken_macs: float
     providers: dict[str, ProviderShare]
     node_list: str

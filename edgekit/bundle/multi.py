@@ -16,7 +16,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle import folder as folders
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.expected import Recorded
-from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, Nested, open_bundle
+from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, Nested, Opened, open_bundle
 from edgekit.bundle.group.group import is_group, open_group
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult, sign_files
@@ -63,19 +63,16 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shared: dict[str, BundledFile]
 
 
-class MultiBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """An opened folder with an index; `sha256` is that of `index.json`, and so of everything in the folder.
+class MultiBundle(Opened, frozen=True, kw_only=True):
+    """An opened folder with bundles for several targets, listed by `index.json`.
 
     `nested` are the bundles by target. `digests` hold the sha256 of every file in it except the reports
-    (`verify.json`); `attested` is as in `Bundle`.
+    (`verify.json`).
     """
 
-    folder: Path
     index: Index
     nested: Mapping[str, Nested]
-    sha256: str
     digests: dict[str, str]
-    attested: TestResult | None = None
 
 
 def find_bundles(paths: Sequence[Path], *, key: Path | None = None) -> tuple[Bundle, ...]:

@@ -13,7 +13,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import run_process
 from edgekit.check.macs import count_macs, count_unsized
-from edgekit.check.report import CheckReport, Verdict, count_of
+from edgekit.check.report import CheckReport, PlacedNodes, Verdict, count_of
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.evidence import Evidence
 from edgekit.graph.constants import ML_DOMAIN
@@ -113,7 +113,7 @@ _TIMEOUT_S = 120.0
 _RANKS: tuple[Verdict, ...] = ("no", "maybe", "yes")
 
 
-class OrtOpinion(msgspec.Struct, frozen=True, kw_only=True):
+class OrtOpinion(PlacedNodes, frozen=True, kw_only=True):
     """The checker's opinion of one provider: "NNAPI", "CoreML NeuralNetwork" or "CoreML MLProgram".
 
     `unknown_ops` are the operators that its table lacks; `dynamic_nodes` counts those it refuses for a dynamic shape.
@@ -121,9 +121,6 @@ class OrtOpinion(msgspec.Struct, frozen=True, kw_only=True):
 
     provider: str
     verdict: Verdict
-    nodes: int
-    taken: int
-    partitions: int
     unknown_ops: tuple[str, ...]
     dynamic_nodes: int
 

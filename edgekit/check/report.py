@@ -105,7 +105,15 @@ class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
     observed: bool
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
+class PlacedNodes(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of placements: how many nodes there are, how many of them a provider takes, and in how many partitions."""
+
+    nodes: int
+    taken: int
+    partitions: int
+
+
+class Placed(PlacedNodes, frozen=True, kw_only=True):
     """Where the nodes of a model run, and how that is known: tables, pages and packages all show this value.
 
     `evidence` is "predicted" for rules, else that of the device whose provider was observed. `partitions` counts those
@@ -115,9 +123,6 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
     evidence: str
     device: str = ""
-    nodes: int
-    taken: int
-    partitions: int
     taken_macs: float
     disagreements: tuple[Disagreement, ...] = ()
 

@@ -7,6 +7,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
+from edgekit.check.report import PlacedNodes
 from edgekit.errors import UsageError, require_known
 from edgekit.evidence import Evidence, Verdict
 from edgekit.forecasts import model
@@ -40,14 +41,11 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     ms: float | None
 
 
-class Placing(msgspec.Struct, frozen=True, kw_only=True):
+class Placing(PlacedNodes, frozen=True, kw_only=True):
     """What the provider's rules predict: the nodes it takes, its partitions, and why nodes stay on the CPU."""
 
-    nodes: int
-    taken: int
-    partitions: int
     crossing_bytes: int
-    cpu_ops: dict[str, int] = {}
+    cpu_ops: Mapping[str, int] = {}
     reasons: tuple[str, ...] = ()
 
     @property

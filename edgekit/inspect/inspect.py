@@ -35,7 +35,7 @@ from edgekit.serialize import fill
 _KNOWN_DOMAINS = frozenset({*MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, NCHWC_DOMAIN})
 
 
-class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
+class OnnxReport(models.ModelFacts, frozen=True, kw_only=True):
     """The contents of an ONNX file.
 
     `nodes`, `ops`, `macs` and `unsized_nodes` include the subgraphs of control flow. `macs` are the
@@ -50,14 +50,7 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     `fixed_axes` lists the axes that the exporter fixed and an app may want open, with the way to open them.
     """
 
-    name: str
-    sha256: str
-    size_bytes: int
-    ir_version: int
-    opsets: dict[str, int]
     producer: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
     nodes: int
     ops: dict[str, int]
     parameters: int
@@ -72,7 +65,6 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     custom_ops: tuple[str, ...]
     runs: bool | None
     has_control_flow: bool
-    external_files: tuple[str, ...]
     metadata: dict[str, str]
     fixed_axes: tuple[str, ...] = ()
 

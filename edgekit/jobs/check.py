@@ -14,7 +14,7 @@ from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model, check_models
 from edgekit.check.macs import assume_sizes, choose_sizes
 from edgekit.check.recommend import Recommendation, ask_ort_checker, explain_no_gain, recommend_target
-from edgekit.check.report import CheckReport, Verdict, add_model_nodes, count_of, trace_model
+from edgekit.check.report import CheckReport, PlacedNodes, Verdict, add_model_nodes, count_of, trace_model
 from edgekit.data.images import Preprocess
 from edgekit.devices.find import choose_here
 from edgekit.devices.observe import Observed, observe_target
@@ -42,12 +42,9 @@ _FIX_ROUNDS = 4
 _LEAST_LENGTH = 8
 
 
-class TargetShare(msgspec.Struct, frozen=True, kw_only=True):
+class TargetShare(PlacedNodes, frozen=True, kw_only=True):
     """How much of a model a target takes; the fields are those of `CheckReport`."""
 
-    nodes: int
-    taken: int
-    partitions: int
     taken_macs: float
     taken_bytes: float
     verdict: Verdict

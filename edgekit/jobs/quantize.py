@@ -44,7 +44,7 @@ from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import QuantPlan, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.calibration.calibrate import CalibrationOptions, calibrate_for
+from edgekit.quantize.calibration.calibrate import CalibrationOptions, CalibrationReport, calibrate_for
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
@@ -54,7 +54,7 @@ from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.qdq import plan_calibration
 from edgekit.quantize.ranges import AUTO_METHODS, EXACT
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
-from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport
+from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.report.tables import describe_layers, describe_trials
 from edgekit.serialize import fill
 from edgekit.target import INTEGERS, Precision, Target

@@ -85,16 +85,14 @@ _MAIN_DOMAIN = "ai.onnx"
 _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"})
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """An ONNX file, its digest, and the facts that every stage needs.
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an ONNX file without a look at its nodes.
 
     `external_files` are the files that the model refers to, sorted: external data, and the compiled contexts of
     EPContext nodes. `sha256` and `size_bytes` cover them too. `opsets` maps domains to versions ("ai.onnx" is ONNX's
-    own). `inputs` leaves out initializers. `node_count` counts the nodes of the main graph. `custom_ops` are the shared
-    libraries with its custom operators.
+    own). `inputs` leaves out initializers.
     """
 
-    path: Path
     name: str
     sha256: str
     size_bytes: int
@@ -102,8 +100,17 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     opsets: dict[str, int]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    node_count: int
     external_files: tuple[str, ...]
+
+
+class Model(ModelFacts, frozen=True, kw_only=True):
+    """An ONNX file, its digest, and the facts that every stage needs.
+
+    `node_count` counts the nodes of the main graph. `custom_ops` are the shared libraries with its custom operators.
+    """
+
+    path: Path
+    node_count: int
     custom_ops: tuple[Path, ...] = ()
 
     @property

@@ -31,28 +31,36 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
     cache_gbytes: float = 0.0
 
 
-class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel of the session: its milliseconds per run, and its work.
+class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the cost of one kernel, or of all kernels of an operator, in one run: times in milliseconds, and work.
 
-    `source` names the node of the model that it comes from, "" if ONNX Runtime inserted it. `calls`, `macs` and `bytes`
-    are those of one run. `self_ms` leaves out the kernels that ran inside it, `max_ms` is its longest call, and `share`
-    is its part of the sum over all nodes. `roof_share` is the share of the machine's peak that it reaches, in
-    multiplications or in memory, whichever is larger; None if there is no probe. `spread` is True if it gave work to
-    other threads.
+    `self_ms` leaves out the kernels that ran inside it, `max_ms` is its longest call, and `share` is its part of the
+    sum over all nodes.
+    """
+
+    op: str
+    provider: str
+    calls: float
+    self_ms: float
+    share: float
+    macs: int
+    bytes: int
+    max_ms: float = 0.0
+
+
+class NodeTime(KernelTime, frozen=True, kw_only=True):
+    """A kernel of the session.
+
+    `source` names the node of the model that it comes from, "" if ONNX Runtime inserted it. `roof_share` is the share
+    of the machine's peak that it reaches, in multiplications or in memory, whichever is larger; None if there is no
+    probe. `spread` is True if it gave work to other threads.
     """
 
     name: str
-    op: str
-    provider: str
     source: str
-    calls: float
     total_ms: float
-    self_ms: float
-    share: float
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    macs: int
-    bytes: int
     gmacs_per_s: float
     gbytes_per_s: float
     integers: bool = False
@@ -60,25 +68,13 @@ class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = ""
     roof_share: float | None = None
     bound: Bound = ""
-    max_ms: float = 0.0
 
 
-class OperatorTime(msgspec.Struct, frozen=True, kw_only=True):
-    """All kernels of one operator: the number of nodes and calls, and their time a run.
+class OperatorTime(KernelTime, frozen=True, kw_only=True):
+    """All kernels of one operator; `average_ms` is the time of one call."""
 
-    `average_ms` and `max_ms` are those of one call.
-    """
-
-    op: str
-    provider: str
     nodes: int
-    calls: float
-    self_ms: float
-    share: float
-    macs: int
-    bytes: int
     average_ms: float = 0.0
-    max_ms: float = 0.0
 
 
 class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):

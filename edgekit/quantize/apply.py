@@ -24,20 +24,25 @@ _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.Tens
 _SCALING = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
-class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A QDQ model: how many nodes compute in integers, which in float and why, and the sizes in bytes.
+class QuantizedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a model: how many nodes compute in integers, which in float and why, and the sizes in bytes.
 
     `float_constants` holds the bytes of each constant that stays float, largest first, without the scales of Q and DQ,
     `wide_constants` those of each that is stored in 16 bits.
     """
 
-    model: Model
     quantized_nodes: int
     float_nodes: tuple[FloatNode, ...]
     size_before: int
     size_after: int
     float_constants: dict[str, int]
     wide_constants: dict[str, int] = {}
+
+
+class QuantizedModel(QuantizedFacts, frozen=True, kw_only=True):
+    """A QDQ model, and what is told of it."""
+
+    model: Model
 
 
 class NothingQuantizedError(ModelError):

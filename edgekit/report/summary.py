@@ -8,29 +8,44 @@ from edgekit.check.report import CheckReport, Placed
 from edgekit.evidence import Judged, Verdict, worst_verdict
 from edgekit.forecasts.forecast import ForecastReport
 from edgekit.progress import StageTime
-from edgekit.quantize import Candidate, FloatNode
+from edgekit.quantize import Candidate
 from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.apply import QuantizedFacts
+from edgekit.quantize.calibration.calibrate import CalibrationReport
 from edgekit.quantize.plan import NarrowConstants
 from edgekit.serialize import NotebookPage
 from edgekit.target import Form, Precision
 from edgekit.verify.report import VerifyReport
 
 
-class BundleSummary(Judged, msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a build for one target.
+class TargetBuild(Judged, msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the result of building a model or a group for one target.
 
-    `failure` says in one line why there is no bundle; `path` is then None. `notes` say what the bundle lacks and which
-    choices edgekit made. `sha256` is the digest of the manifest, which holds the digests of `files`. `size_before` and
-    `size_after` are those of the original float model and of the file that an app should load, external files included.
-    `quantized_nodes` and `float_nodes` count the nodes that were quantized and those that stayed float. `census` counts
-    operators by file.
+    `failure` says in one line why there is nothing; `path` is then None. `notes` say what it lacks and which choices
+    edgekit made.
     """
 
     target: str
-    title: str
     path: Path | None = None
     failure: str | None = None
     notes: tuple[str, ...] = ()
+    verify: Judged | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it was made and passed verification; what was not verified is not proven."""
+        return "fail" if self.path is None else "not proven" if self.verify is None else self.verify.verdict
+
+
+class BundleSummary(TargetBuild, frozen=True, kw_only=True):
+    """The bundle of a model for one target.
+
+    `sha256` is the digest of the manifest, which holds the digests of `files`. `size_before` and `size_after` are those
+    of the original float model and of the file that an app should load, external files included. `quantized_nodes` and
+    `float_nodes` count the nodes that were quantized and those that stayed float. `census` counts operators by file.
+    """
+
+    title: str
     precision: Precision | None = None
     precision_reason: str = ""
     forms: dict[Form, tuple[str, ...]] = {}
@@ -50,11 +65,6 @@ class BundleSummary(Judged, msgspec.Struct, frozen=True, kw_only=True):
         """The placement of the nodes: as a device reported it, else as predicted; None if neither is known."""
         seen = None if self.verify is None else self.verify.placed
         return seen or (None if self.check is None else self.check.placed)
-
-    @property
-    def verdict(self) -> Verdict:
-        """Whether the bundle was made and passed verification; a bundle that was not verified is not proven."""
-        return "fail" if self.path is None else "not proven" if self.verify is None else self.verify.verdict
 
 
 class BuildReport(Judged, NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
@@ -129,24 +139,11 @@ class ActivationReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.seen_low < self.low - margin or self.seen_high > self.high + margin
 
 
-class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics behind ranges: extremes over all `samples`, histograms and moments over `measured` of them.
-
-    `known` samples were not run, because a cache had their results. `notes` says what was wrong with a cache.
-    """
-
-    samples: int
-    measured: int
-    known: int
-    notes: tuple[str, ...]
-
-
-class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
+class QuantizeReport(NotebookPage, QuantizedFacts, msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
-    `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each
-    constant that stays float, the largest first; `narrow` are those stored in 8 or 16 bits. `wide_constants` holds the
-    bytes of those that are quantized to 16 bits, since 8 do not hold them. `predicted` is the expected loss. `trials`
+    `fixes` counts the nodes that each automatic rewrite changed before. `narrow` are the constants of float nodes that
+    are stored in 8 or 16 bits. `predicted` is the expected loss. `trials`
     are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen trial reaches it,
     None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would lose less, if
     more than 2 points are lost. `float_warning` names a tensor that stays float although its values overflow half
@@ -164,13 +161,7 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     data_warnings: tuple[str, ...]
     calibration: CalibrationReport
     fixes: dict[str, int]
-    size_before: int
-    size_after: int
-    float_constants: dict[str, int]
-    wide_constants: dict[str, int] = {}
     narrow: NarrowConstants = NarrowConstants()
-    quantized_nodes: int
-    float_nodes: tuple[FloatNode, ...]
     predicted: Prediction
     taken: str = ""
     taken_macs: float = 1.0

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -21,7 +20,7 @@ from edgekit.quantize.mixed_precision.plan_search import Searched, changes_many,
 from edgekit.quantize.mixed_precision.sensitivity import TensorError
 from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import TensorRange
-from edgekit.report.summary import ActivationReport, QuantizeReport, TrialReport
+from edgekit.report.summary import ActivationReport, QuantizeReport, TargetBuild, TrialReport
 from edgekit.serialize import fill
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
 from edgekit.verify.on_devices import GroupReport, GroupRun
@@ -162,25 +161,16 @@ def list_size_remarks(report: PackageReport) -> Iterator[str]:
         yield f"warning: all else is {times:.1f} times as large as the models; the largest file is '{largest}'"
 
 
-class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of models for one target; `failure` says why there is none.
+class GroupTarget(TargetBuild, frozen=True, kw_only=True):
+    """A group of models for one target.
 
     `notes` come from the builds of the members. `shared_bytes` are weights that several members use and that the folder
     holds once. `size_bytes` are all model files that an app loads, with shared weights counted once.
     """
 
-    target: str
-    path: Path | None = None
-    failure: str | None = None
-    notes: tuple[str, ...] = ()
     size_bytes: int = 0
     shared_bytes: int = 0
     verify: GroupReport | None = None
-
-    @property
-    def verdict(self) -> Verdict:
-        """Whether the group was made and passed verification; a group that was not verified is not proven."""
-        return "fail" if self.path is None else "not proven" if self.verify is None else self.verify.verdict
 
 
 class GroupBuild(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,11 +15,10 @@ import onnx
 
 from edgekit._files import copy_once, digest_bytes, read_chunks, staged_folder, write_file, write_new
 from edgekit.bundle import folder as folders
-from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, Nested
+from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, Nested, Opened
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.group.wiring import MAX_MEMBERS, Interface, Wiring, describe_interface, find_fault
 from edgekit.bundle.manifest import BundledFile, Manifest, Strict, decode_strictly, encode_json
-from edgekit.bundle.sign import TestResult
 from edgekit.bundle.snippets import README, render_template
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_external_entries, read_place
@@ -59,19 +58,16 @@ class GroupManifest(Strict, frozen=True, kw_only=True):
     shared: dict[str, BundledFile]
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """An opened group in a folder; `sha256` is the digest of `group.json`, and so of everything that it covers.
+class Group(Opened, frozen=True, kw_only=True):
+    """An opened group in a folder, listed by `group.json`.
 
     `nested` are the bundles of the members; `digests` hold the sha256 of every file that a signature covers, by its
-    path. `attested` is the signer's statement about the verification, None if the group was opened without a key.
+    path.
     """
 
-    folder: Path
     manifest: GroupManifest
     nested: Mapping[str, Nested]
-    sha256: str
     digests: Mapping[str, str]
-    attested: TestResult | None = None
 
     @property
     def golden(self) -> Golden:

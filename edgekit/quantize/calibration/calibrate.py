@@ -56,17 +56,25 @@ Chosen by hand: tools/bench/calibrate_ratio.py shows the time that more would ta
 """
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics behind ranges: extremes over all `samples`, histograms and moments over `measured` of them.
+
+    `known` samples were not run, because a cache had their results. `notes` are problems with a cache, and remarks if
+    only few held-out samples judge plans, or if an output of a Sigmoid stays on one side of 0.5.
+    """
+
+    samples: int
+    measured: int
+    known: int
+    notes: tuple[str, ...]
+
+
+class Calibration(CalibrationReport, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ranges of a model's float activations over some samples: plain data, valid for every target.
 
     Attributes:
         model_sha256: the digest of the model's file.
         samples_sha256: a digest of all inputs of all samples.
-        samples: the number of samples.
-        measured: how many of them were counted in the histograms.
-        known: how many samples were read from a cache instead of run.
-        notes: problems with a cache, and remarks if only few held-out samples judge plans, or if an output of a Sigmoid
-            stays on one side of 0.5.
         ranges: by range method, the range of each float activation of the main graph, and of each constant whose
             largest number only multiplies zeros. "minmax" and "moving-average"
             come from every value of every sample, except masked scores before a Softmax; the others come from
@@ -81,10 +89,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model_sha256: str
     samples_sha256: str
-    samples: int
-    measured: int
-    known: int
-    notes: tuple[str, ...]
     ranges: dict[str, dict[str, TensorRange]]
     second_shares: dict[str, tuple[float, float]] = {}
     statistics: str
