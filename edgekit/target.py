@@ -55,30 +55,37 @@ class IntegerTypes(_Strict, frozen=True, kw_only=True):
     weight_block: Literal[0, 16, 32, 64, 128] | None = None
 
 
-class Quantization(_Strict, frozen=True, kw_only=True):
-    """How the provider wants a quantized model: in int8, and what is different in other `precisions`.
+class IntegerScheme(_Strict, frozen=True, kw_only=True):
+    """Base of what a target wants and what a plan says: which integers, and where Q and DQ nodes stand.
 
     `scheme` says where ONNX Runtime's quantizer places Q and DQ nodes: by its rules for QNN, or by its general ones.
-    Only operators of `op_types` are quantized (empty: all that can be), and none of `float_ops`, which the provider
-    takes in float only. Weights of `per_channel_ops` get a scale per output channel; those of `unsigned_ops` are stored
-    as uint8 with a zero point of 128 instead of int8, with the same values. All inputs and the output of an operator of
-    `shared_ops` get one scale. With `reduce_range`, weights have 7 bits. With a `weight_block`, a MatMul with an input
-    of three dimensions and weights of 4 bits becomes a MatMulNBits with blocks of this size. With `float_bias`, biases
-    stay float instead of int32.
+    With `reduce_range`, weights have 7 bits. All inputs and the output of an operator of `shared_ops` get one scale.
+    Weights of `unsigned_ops` are stored as uint8 with a zero point of 128 instead of int8, with the same values. With
+    `float_bias`, biases stay float instead of int32.
     """
 
     scheme: Literal["qnn", "ort"]
     activation: Literal["uint8", "int8", "uint16"]
     weight: Literal["uint8", "int8"]
-    activation_symmetric: bool = False
-    weight_symmetric: bool = True
     reduce_range: bool = False
-    per_channel_ops: tuple[str, ...] = ()
-    op_types: tuple[str, ...] = ()
-    float_ops: tuple[str, ...] = ()
     shared_ops: tuple[str, ...] = ()
     unsigned_ops: tuple[str, ...] = ()
     float_bias: bool = False
+
+
+class Quantization(IntegerScheme, frozen=True, kw_only=True):
+    """How the provider wants a quantized model: in int8, and what is different in other `precisions`.
+
+    Only operators of `op_types` are quantized (empty: all that can be), and none of `float_ops`, which the provider
+    takes in float only. Weights of `per_channel_ops` get a scale per output channel. With a `weight_block`, a MatMul
+    with an input of three dimensions and weights of 4 bits becomes a MatMulNBits with blocks of this size.
+    """
+
+    activation_symmetric: bool = False
+    weight_symmetric: bool = True
+    per_channel_ops: tuple[str, ...] = ()
+    op_types: tuple[str, ...] = ()
+    float_ops: tuple[str, ...] = ()
     weight_bits: Literal[4, 8] = 8
     weight_block: Literal[0, 16, 32, 64, 128] = 0
     precisions: dict[Precision, IntegerTypes] = {}

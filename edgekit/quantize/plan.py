@@ -21,7 +21,7 @@ from edgekit.quantize.graph.float_regions import find_float_regions, find_high_p
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import TensorRange, scale_range
 from edgekit.serialize import fill
-from edgekit.target import INTEGERS, Precision, Quantization, Target
+from edgekit.target import INTEGERS, IntegerScheme, Precision, Quantization, Target
 
 # Operators that ORT's general rules quantize only after a quantized node (QDQDirect8BitOp and others).
 _FOLLOWERS = frozenset({
@@ -75,42 +75,32 @@ class NarrowConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ratio_db: float = 0.0
 
 
-class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuantPlan(IntegerScheme, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions about how a model is quantized.
 
-    `scheme` says whose rules place Q and DQ nodes: ONNX Runtime's for QNN, or its general ones ("ort"). `method` is the
-    range method. `ranges` holds the range of every float activation, and of constants whose largest number only
-    multiplies zeros; `grids` the scales and zero points that operators demand whatever the range. `factors` holds the
-    channel factors of each equalized tensor: its producer is multiplied by them, the weights of its readers are
-    divided. `axes` holds the channel axis of each weight with a scale per channel.
+    `method` is the range method. `ranges` holds the range of every float activation, and of constants whose largest
+    number only multiplies zeros; `grids` the scales and zero points that operators demand whatever the range.
+    `factors` holds the channel factors of each equalized tensor: its producer is multiplied by them, the weights of
+    its readers are divided. `axes` holds the channel axis of each weight with a scale per channel.
 
     `bits` holds the bits of each weight that does not have 8: 4 or 16. In a MatMul with inputs of three dimensions,
     `block` weights of 4 bits share a scale (0: no blocks). A weight of 16 bits is the sum of two weights of 8 bits, and
     its layer reads and makes tensors of 16 bits. `wide` holds the tensors that get 16 bits although other activations
     get 8, with their range.
 
-    `float_nodes` are the nodes kept float. `judged` lists the candidates that were tried, best first. `reduce_range`
-    gives weights 7 bits. `shared_ops` are operators whose inputs and output get one scale, `unsigned_ops` those whose
-    weights are stored as uint8. With `float_bias` biases stay floats. `narrow` are the constants of float nodes that
-    are stored as integers.
+    `float_nodes` are the nodes kept float. `judged` lists the candidates that were tried, best first. `narrow` are the
+    constants of float nodes that are stored as integers.
     """
 
     model_sha256: str
     samples_sha256: str
     target: str
     precision: Precision
-    scheme: Literal["qnn", "ort"]
-    activation: Literal["uint8", "int8", "uint16"]
-    weight: Literal["uint8", "int8"]
     activation_symmetric: bool
     weight_symmetric: bool
-    reduce_range: bool = False
     method: str
     rounding: Rounding
     op_types: tuple[str, ...]
-    shared_ops: tuple[str, ...] = ()
-    unsigned_ops: tuple[str, ...] = ()
-    float_bias: bool = False
     ranges: dict[str, TensorRange]
     grids: dict[str, Grid]
     factors: dict[str, tuple[float, ...]] = {}

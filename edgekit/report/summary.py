@@ -143,14 +143,14 @@ class QuantizeReport(NotebookPage, QuantizedFacts, msgspec.Struct, frozen=True, 
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
     `fixes` counts the nodes that each automatic rewrite changed before. `narrow` are the constants of float nodes that
-    are stored in 8 or 16 bits. `predicted` is the expected loss. `trials`
-    are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen trial reaches it,
-    None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would lose less, if
-    more than 2 points are lost. `float_warning` names a tensor that stays float although its values overflow half
-    precision, in which the target computes floats. `taken` is the part of the file that the target takes by its rules,
-    `taken_macs` its share of the work; `refused` says that no session is expected to start, `refusal` why. `layers`
-    are the quantized activations in graph order, if they were asked for. `left_out` lists the steps for which the
-    time budget was too short; `failed` gives by step why other steps were left out.
+    are stored in 8 or 16 bits. `predicted` is the expected loss. `trials` are those of a search, in order;
+    `max_drop` is its goal in points. `met` says whether the chosen trial reaches it, None if no goal was set;
+    `goal_note` says what that judgement leaves out. `advice` says what would lose less, if more than 2 points are
+    lost. `float_warning` names a tensor that stays float although its values overflow half precision, in which the
+    target computes floats. `taken` is the part of the file that the target takes by its rules, `taken_macs` its
+    share of the work; `refused` says that no session is expected to start, `refusal` why. `layers` are the
+    quantized activations in graph order, if they were asked for. `left_out` lists the steps for which the time
+    budget was too short; `failed` gives by step why other steps were left out.
     """
 
     model: str
