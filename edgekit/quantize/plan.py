@@ -330,8 +330,8 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
 def _channel_axis(graph: Graph, node: Node) -> int | None:
     """Returns the output-channel axis of a node's constant weight, None if scales per channel are impossible.
 
-    Groups of a ConvTranspose share an axis of the weight, so the int32 bias could not follow its scales; and ONNX
-    Runtime's quantizer fails on a Gemm whose bias does not have one value per column.
+    Groups of a ConvTranspose share an axis of the weight, so the int32 bias could not follow its scales. A Gemm whose
+    bias does not have one value per column, on which ONNX Runtime's quantizer fails, was split (`split_gemm`).
     """
     weight = graph.constants.get(node.input[1])
     if weight is None or weight.data_type != onnx.TensorProto.FLOAT or 0 in weight.dims:
@@ -342,7 +342,5 @@ def _channel_axis(graph: Graph, node: Node) -> int | None:
     if node.op_type == "ConvTranspose":
         return 1 if attributes.get("group", 1) == 1 else None
     if node.op_type == "Gemm":
-        axis = 0 if attributes.get("transB", 0) else 1
-        bias = graph.constants.get(node.input[2]) if len(node.input) > 2 else None
-        return axis if bias is None or list(bias.dims) == [weight.dims[axis]] else None
+        return 0 if attributes.get("transB", 0) else 1
     return 1 if node.op_type == "MatMul" and len(weight.dims) == 2 else None

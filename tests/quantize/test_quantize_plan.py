@@ -92,9 +92,9 @@ def reasons(plan: QuantPlan) -> dict[str, str]:
         ("Gemm<transB=1>(x, w, b)", "2,8", (6, 8), (6,), 0, 4),
         ("Gemm(x, w, b)", "2,8", (8, 6), (6,), 1, 4),
         ("Gemm(x, w)", "2,8", (8, 6), (6,), 1, 4),
-        ("Gemm(x, w, b)", "2,8", (8, 6), (1, 6), None, 8),
-        ("Gemm(x, w, b)", "2,8", (8, 6), (1,), None, 8),
-        ("Gemm(x, w, b)", "2,8", (8, 6), (), None, 8),
+        ("Gemm(x, w, b)", "2,8", (8, 6), (1, 6), 1, 4),
+        ("Gemm(x, w, b)", "2,8", (8, 6), (1,), 1, 4),
+        ("Gemm(x, w, b)", "2,8", (8, 6), (), 1, 4),
     ],
 )
 def test_weights_get_a_scale_per_output_channel_where_their_bias_can_follow(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from edgekit.graph.graph import Graph
+from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import known, made_by, need, reduced_axes, split_number
-from edgekit.graph.rewrite import Writer, node_rewrite
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.model.tensors import MAX_HALF, Array
 from edgekit.prepare.rewrites.norms import reduce_axes
 
@@ -46,27 +46,70 @@ def plain_gemm(writer: Writer) -> None:
     A bias with a row for each row of A is added behind it. The factor alpha moves from the product to A, so the last
     bits may differ (1e-6 relative). transB stays.
     """
-    node = writer.node
-    alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
-    turned, biased = bool(node.attributes.get("transA", 0)), node.has_input(2)
+    node, biased = writer.node, writer.node.has_input(2)
     rows = (writer.graph.value(node.given(2)).shape or ()) if biased else ()
     is_matrix = len(rows) == 2 and rows[0] != 1
-    need(turned or alpha != 1 or (biased and beta != 1) or is_matrix)
-    left, bias = node.input[0], list(node.input[2:3])
-    if turned:
-        left = writer.add("Transpose", [left], "transposed", perm=[1, 0])
-    if alpha != 1:
-        left = writer.add("Mul", [left, writer.constant("alpha", alpha)], "scaled")
-    if biased and beta != 1:
-        if (value := writer.graph.array(node.input[2])) is not None:
-            bias = [writer.constant("bias", value * value.dtype.type(beta))]
-        else:
-            bias = [writer.add("Mul", [node.input[2], writer.constant("beta", beta)], "bias")]
-    kept: dict[str, Any] = {"transB": 1} if node.attributes.get("transB", 0) else {}
+    has_factor = node.number("alpha", 1) != 1 or (biased and node.number("beta", 1) != 1)
+    need(node.integer("transA", 0) or has_factor or is_matrix)
+    kept, (left, *bias) = _keep_turn(node), _carry_out(writer)
     if is_matrix:
         writer.add("Add", [writer.add("Gemm", [left, node.input[1]], "product", **kept), *bias])
     else:
         writer.add("Gemm", [left, node.input[1], *bias], **kept)
+
+
+def _keep_turn(node: Node) -> dict[str, Any]:
+    """Returns the one attribute of a Gemm that a plain one has too, where it has it."""
+    return {"transB": 1} if node.integer("transB", 0) else {}
+
+
+def _carry_out(writer: Writer) -> list[str]:
+    """Returns A and, if there is one, C of a Gemm with its transA, alpha and beta carried out."""
+    node, graph = writer.node, writer.graph
+    alpha, beta = node.number("alpha", 1), node.number("beta", 1)
+    # Only factors need the type, which may be unknown for an inner tensor.
+    dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), "")
+    need(dtype in FLOATS or alpha == beta == 1)
+    left, bias = node.input[0], list(node.input[2:3])
+    if node.integer("transA", 0):
+        left = writer.add("Transpose", [left], "transposed", perm=[1, 0])
+    if alpha != 1:
+        left = writer.add("Mul", [left, writer.constant("alpha", alpha, dtype)], "scaled")
+    if node.has_input(2) and beta != 1:
+        if (value := graph.inline(bias[0])) is not None:
+            bias = [writer.constant("bias", value * value.dtype.type(beta), dtype)]
+        else:
+            bias = [writer.add("Mul", [bias[0], writer.constant("beta", beta, dtype)], "bias")]
+    return [left, *bias]
+
+
+def split_gemm(writer: Writer) -> None:
+    """Splits a Gemm whose bias is computed, or has not one number for each column, into MatMul and Add.
+
+    ONNX Runtime itself fuses the sum of two products in a recurrent cell, or a product and a residual, into such a Gemm
+    (MatMulAddFusion). Its integer Gemm takes only a constant int32 bias, so such a Gemm would stay float between Q and
+    DQ nodes (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector), and the only bias of
+    MatMulNBits is a constant vector. The factor of such a bias goes into its values: ONNX Runtime's quantizer drops the
+    attribute (`set_default_beta` in quantization/operators/gemm.py) and leaves the values as they are.
+    """
+    graph, node = writer.graph, writer.node
+    bias, weight = graph.constants.get(node.given(2)), graph.constants.get(node.input[1])
+    columns = None if weight is None else weight.dims[1 - node.integer("transB", 0)]
+    is_vector = bias is not None and (columns is None or list(bias.dims) == [columns])
+    need(node.has_input(2) and not (is_vector and node.number("beta", 1) == 1))
+    (left, added), right = _carry_out(writer), node.input[1]
+    if is_vector:
+        writer.add("Gemm", [left, right, added], **_keep_turn(node))
+        return
+    if node.integer("transB", 0):
+        if (values := graph.constant(right)) is None:
+            right = writer.add("Transpose", [right], "right", perm=[1, 0])
+        else:
+            right = writer.constant("weight", np.ascontiguousarray(values.T), values.dtype.name)
+    writer.add("Add", [writer.add("MatMul", [left, right], "product"), added])
+    product, total = writer.nodes[-2:]
+    # The node with the weight keeps the name of the Gemm.
+    product.name, total.name = total.name, f"{total.name}/sum"
 
 
 @node_rewrite("flat-bias", {"Gemm"}, since=7)

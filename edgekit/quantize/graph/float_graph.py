@@ -18,10 +18,11 @@ from edgekit.errors import ModelError
 from edgekit.graph.constants import MOVES, RESHAPES, lift_constants, read_array, read_dequantized
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
-from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
+from edgekit.graph.rewrite import replace_nodes
 from edgekit.model import model as models
 from edgekit.model.external import MAX_DATA_BYTES, load_external, move_weight
 from edgekit.prepare.clean import drop_initializer_inputs
+from edgekit.prepare.rewrites.products import split_gemm
 
 # What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
 # taken, it adds no tensor (ONNXModel.add_initializer), so a model's own `x_scale` would be read as the scale of `x`.
@@ -63,48 +64,6 @@ def _free_name(name: str, names: set[str]) -> str:
 
 MINIMUM_OPSET = 13
 """From opset 13 on Q and DQ nodes have an axis, which weights with a scale per channel need."""
-
-
-def _split_gemm(writer: Writer) -> None:
-    """Splits a Gemm with a computed bias into MatMul and Add.
-
-    ONNX Runtime itself fuses the sum of two products in a recurrent cell into such a Gemm (MatMulAddFusion). Its
-    integer Gemm takes only a constant int32 bias, so such a Gemm would stay float between Q and DQ nodes
-    (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector). The factor of a constant bias goes
-    into its values: ONNX Runtime's quantizer drops the attribute (`set_default_beta` in quantization/operators/gemm.py)
-    and leaves the values as they are.
-    """
-    graph, node = writer.graph, writer.node
-    beta = float(node.attributes.get("beta", 1.0))
-    if not node.has_input(2) or (node.input[2] in graph.constants and beta == 1):
-        return
-    if (value := graph.constant(node.input[2])) is not None:
-        kept = {name: given for name, given in node.attributes.items() if name != "beta"}
-        scaled = writer.constant("bias", value * value.dtype.type(beta), value.dtype.name)
-        writer.add("Gemm", [*node.input[:2], scaled], **kept)
-        return
-    dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), "")
-    alpha = float(node.attributes.get("alpha", 1.0))
-    # Only factors need the type, which may be unknown for an inner tensor.
-    if dtype not in FLOATS and (alpha, beta) != (1.0, 1.0):
-        return
-    left, right, bias = node.input
-    if node.integer("transA", 0):
-        left = writer.add("Transpose", [left], "left", perm=[1, 0])
-    if node.integer("transB", 0):
-        if (weight := graph.constant(right)) is None:
-            right = writer.add("Transpose", [right], "right", perm=[1, 0])
-        else:
-            right = writer.constant("weight", np.ascontiguousarray(weight.T), weight.dtype.name)
-    if alpha != 1:
-        left = writer.add("Mul", [left, writer.constant("alpha", alpha, dtype)], "scaled")
-    if beta != 1:
-        bias = writer.add("Mul", [bias, writer.constant("beta", beta, dtype)], "bias")
-    writer.add("Add", [writer.add("MatMul", [left, right], "product"), bias])
-    product, total = writer.nodes[-2:]
-    # The node with the weight keeps the name of the Gemm.
-    product.name, total.name = total.name, f"{total.name}/sum"
-
 
 MASK_VALUE = -1e4
 """The value that masks are raised to: a Softmax turns it into 0, and float16 (down to -65504) can represent it."""
@@ -246,15 +205,11 @@ def read_float_graph(model: models.Model) -> Graph:
     _check_float(model, proto)
     lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph, folder)
-    if replace_nodes(proto.graph, MINIMUM_OPSET, {"Gemm"}, _split_gemm, folder=folder):
+    if replace_nodes(proto.graph, MINIMUM_OPSET, {"Gemm"}, split_gemm, folder=folder):
         models.drop_unread(proto.graph)
     _separate_biases(proto.graph)
     avoid_name_collisions(proto, model.path.name)
     clamp_masks(proto.graph, folder)
-    for node in proto.graph.node:
-        # Without the default `onesided` = 1 onnx 1.23 infers the shape of a two-sided STFT.
-        if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
-            node.attribute.append(onnx.helper.make_attribute("onesided", 1))
     known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
     inferred = infer_model(proto).graph.value_info
     models.refill(proto.graph.value_info, [value for value in inferred if value.name not in known])

@@ -16,9 +16,13 @@ from onnx import helper, numpy_helper
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.graph.constants import ORT_DOMAIN
-from edgekit.model.model import MOST_INLINE_BYTES, Model, drop_unread, refill
+from edgekit.graph.match import need
+from edgekit.graph.rewrite import Writer, replace_nodes
+from edgekit.model.model import MOST_INLINE_BYTES, Model, drop_unread
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib
+from edgekit.prepare.opset import read_opset
+from edgekit.prepare.rewrites.products import split_gemm
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.gptq import (
@@ -75,7 +79,13 @@ def pack_weights(
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    _split_sums(graph, kept)
+
+    def split(writer: Writer) -> None:
+        need(writer.node.name not in kept and _takes_blocks(writer.node.proto, weights))
+        split_gemm(writer)
+
+    replace_nodes(graph, read_opset(proto), {"Gemm"}, split)
+    weights = {tensor.name: tensor for tensor in graph.initializer}
     chosen = [node for node in graph.node if node.name not in kept]
     gathers = [node for node in chosen if _takes_rows(node, weights, form)]
     products = [node for node in chosen if _takes_blocks(node, weights)]
@@ -157,27 +167,6 @@ def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) ->
         return True
     # MatMulNBits has no alpha and beta.
     return not _attribute(node, "transA", 0) and _attribute(node, "alpha", 1.0) == _attribute(node, "beta", 1.0) == 1.0
-
-
-def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
-    """Moves the addend of a Gemm into an Add, unless it is a constant vector, the only bias of MatMulNBits.
-
-    ONNX Runtime fuses MatMul and Add into a Gemm even if a residual is added (MatMulAddFusion).
-    """
-    weights = {tensor.name: tensor for tensor in graph.initializer}
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        nodes.append(node)
-        if node.op_type != "Gemm" or node.name in kept or not _takes_blocks(node, weights) or not (bias := _bias(node)):
-            continue
-        columns = weights[node.input[1]].dims[0 if _attribute(node, "transB", 0) else 1]
-        if bias in weights and list(weights[bias].dims) == [columns]:
-            continue
-        product = f"{node.output[0]}_product"
-        nodes.append(helper.make_node("Add", [product, bias], list(node.output), name=f"{node.name}_sum"))
-        del node.input[2:]
-        node.output[0] = product
-    refill(graph.node, nodes)
 
 
 def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form: BlockForm) -> bool:
