@@ -10,6 +10,7 @@ from edgekit.check.report import CheckedNode, CheckReport, Disagreement, Placed
 from edgekit.check.rules.rulebook import Placing
 from edgekit.check.rules.units import Unit
 from edgekit.graph.graph import Graph
+from edgekit.graph.match import walk
 
 _SMALL_CONSTANT = 100
 _NEVER_ON_HOST = frozenset({"float16", "bfloat16"})
@@ -209,15 +210,11 @@ def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str |
 def _stopped(units: Sequence[Unit], followers: Sequence[tuple[int, ...]], placing: Placing) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for start, unit in enumerate(units):
-        if unit.node.op_type not in placing.stop_ops:
+        if unit.node.op_type not in placing.stop_ops or start in reasons:
             continue
-        reasons.setdefault(start, f"the provider stops at {unit.node.op_type}")
-        ahead = list(followers[start])
-        while ahead:
-            at = ahead.pop()
-            if at not in reasons:
-                reasons[at] = f"it comes after {unit.node.op_type} '{unit.node.name}', where the provider stops"
-                ahead += followers[at]
+        reasons[start] = f"the provider stops at {unit.node.op_type}"
+        for at in walk(followers[start], followers.__getitem__):
+            reasons.setdefault(at, f"it comes after {unit.node.op_type} '{unit.node.name}', where the provider stops")
     return reasons
 
 

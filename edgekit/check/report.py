@@ -12,6 +12,7 @@ import msgspec
 
 from edgekit.check.macs import assume_sizes, count_bytes, count_macs
 from edgekit.graph.graph import Graph, Node, infer_graph, read_graph
+from edgekit.graph.match import walk
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.prepare.clean import drop_initializer_inputs, merge_domains
@@ -335,17 +336,15 @@ class _Tracer:
         if all(maker.name in self.known for maker in makers):
             named = ", ".join(f"{maker.op_type} '{maker.name}'" for maker in makers)
             return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
-        region: dict[str, Node] = {}
-        ahead = [maker for maker in makers if maker.name not in self.known]
+
+        def before(node: Node) -> Iterator[Node]:
+            read = (name for name in node.input if name not in self.source.producers)
+            found = (self.prepared.producers[name] for name in read if name in self.prepared.producers)
+            return (maker for maker in found if maker.name not in self.known)
+
         # From the new producers back through new nodes, to values that the user's model had.
-        while ahead:
-            node = ahead.pop()
-            region[node.name] = node
-            for name in node.input:
-                before = None if name in self.source.producers else self.prepared.producers.get(name)
-                if before is not None and before.name not in self.known and before.name not in region:
-                    ahead.append(before)
-        nodes = sorted(region.values(), key=lambda node: node.index)
+        new = [maker for maker in makers if maker.name not in self.known]
+        nodes = sorted(walk(new, before), key=lambda node: node.index)
         return Trace(
             fate="rewritten", became=_names(nodes), note=f"written as {', '.join(node.op_type for node in nodes)}"
         )

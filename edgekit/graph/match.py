@@ -5,7 +5,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, permutations
 from typing import ParamSpec, TypeVar
 
@@ -15,6 +15,7 @@ from edgekit.graph.constants import ORT_DOMAIN, read_array
 from edgekit.graph.graph import Graph, Node
 
 _T = TypeVar("_T")
+_H = TypeVar("_H", bound=Hashable)
 _P = ParamSpec("_P")
 
 
@@ -58,6 +59,16 @@ def attempt(find: Callable[_P, _T], *given: _P.args, **options: _P.kwargs) -> _T
     with contextlib.suppress(MisfitError):
         return find(*given, **options)
     return None
+
+
+def walk(starts: Iterable[_H], step: Callable[[_H], Iterable[_H]]) -> Iterator[_H]:
+    """Yields what is reached from `starts`, these included, each once; `step` returns what is next to one of them."""
+    seen, waiting = set[_H](), list(starts)
+    while waiting:
+        if (at := waiting.pop()) not in seen:
+            seen.add(at)
+            yield at
+            waiting += step(at)
 
 
 # Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it. In float16 a

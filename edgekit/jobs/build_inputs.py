@@ -35,7 +35,8 @@ from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.calibration.calibrate import CalibrationOptions, calibrate_for
+from edgekit.quantize.calibration.calibrate import calibrate_for
+from edgekit.quantize.calibration.passes import CalibrationOptions
 from edgekit.quantize.calibration.store import CacheSettings, open_cache
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, refuse_profiles, takes_any_size

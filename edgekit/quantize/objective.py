@@ -20,6 +20,7 @@ import numpy as np
 
 from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
+from edgekit.graph.match import walk
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import measure_powers
 from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, RAW, read_output_kinds
@@ -141,10 +142,7 @@ def _root_probabilities(logits: Array) -> Array:
 
 
 def _list_following(graph: Graph, name: str, ops: frozenset[str] = _ORDERLY | {"Concat"}) -> Iterator[str]:
-    yield name
-    for node in graph.readers(name):
-        if node.op_type in ops:
-            yield from _list_following(graph, node.output[0], ops)
+    return walk([name], lambda at: (node.output[0] for node in graph.readers(at) if node.op_type in ops))
 
 
 def set_range(graph: Graph, ranges: Mapping[str, TensorRange], name: str, span: TensorRange) -> dict[str, TensorRange]:

@@ -22,8 +22,9 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.augment import picked_values
-from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES, CalibrationOptions, calibrate_for
+from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES, calibrate_for
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
+from edgekit.quantize.calibration.passes import CalibrationOptions
 from edgekit.quantize.calibration.store import CacheSettings, Checkpoint, read_checkpoint, write_checkpoint
 from edgekit.quantize.graph import sessions
 from edgekit.quantize.graph.sessions import open_quantized

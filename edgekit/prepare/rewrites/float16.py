@@ -1,6 +1,6 @@
 """Graphs made to compute in float32: those in half or double precision, and those with weights stored as integers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -8,6 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, MOVES, ORT_DOMAIN, read_dequantized
 from edgekit.graph.graph import Node, view_part
+from edgekit.graph.match import walk
 from edgekit.graph.rewrite import rewrite
 from edgekit.model import model as models
 from edgekit.prepare.stripped import is_absent
@@ -182,15 +183,12 @@ def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
 
 def _is_quantized(readers: Mapping[str, Sequence[Node]], node: onnx.NodeProto) -> bool:
     """Returns True if what a node makes gets to a QuantizeLinear through at most one operator that computes."""
-    waiting, seen = [(name, True) for name in node.output], set[tuple[str, bool]]()
-    while waiting:
-        seen.add(place := waiting.pop())
+
+    def after(place: tuple[str, bool]) -> Iterator[tuple[str, bool]]:
         name, may_compute = place
         for reader in readers.get(name, ()):
-            if reader.op_type == "QuantizeLinear":
-                return True
             moves = reader.op_type in {"Clip", *MOVED}
-            if moves or may_compute:
-                found = {(made, may_compute and moves) for made in reader.output}
-                waiting += sorted(found - seen)
-    return False
+            yield from ((made, may_compute and moves) for made in reader.output if moves or may_compute)
+
+    places = walk([(name, True) for name in node.output], after)
+    return any(reader.op_type == "QuantizeLinear" for name, _ in places for reader in readers.get(name, ()))

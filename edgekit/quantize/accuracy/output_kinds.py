@@ -11,6 +11,7 @@ import numpy as np
 from edgekit.data.intervals import wilson_interval
 from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
+from edgekit.graph.match import walk
 from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, is_text, ranks_classes
 from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import CHOOSING_OPS, SQUASHING_OPS, are_raw_scores, list_raw_scores
@@ -482,15 +483,13 @@ def _follows_from_classes(graph: Graph, name: str) -> bool:
 
     The entries of a code book that an ArgMin finds nearest are classes too.
     """
-    todo, seen = [name], set[str]()
-    while todo:
-        node = graph.producers.get(todo.pop())
-        if node is not None and node.op_type in CHOOSING_OPS:
-            return True
-        if node is not None and node.name not in seen:
-            seen.add(node.name)
-            todo += [each for each in node.input if each and graph.value(each).dtype in _WHOLE]
-    return False
+
+    def before(at: str) -> list[str]:
+        read = graph.producers[at].input if at in graph.producers else ()
+        return [each for each in read if each and graph.value(each).dtype in _WHOLE]
+
+    made = (graph.producers[each] for each in walk([name], before) if each in graph.producers)
+    return any(node.op_type in CHOOSING_OPS for node in made)
 
 
 def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:

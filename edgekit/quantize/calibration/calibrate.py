@@ -3,7 +3,7 @@
 Image-to-image networks get headroom, since their inputs may be brighter than the samples.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,15 +14,16 @@ from edgekit._files import AnyPath, as_path, digest_bytes
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.graph.graph import Graph, view_file
+from edgekit.graph.match import walk
 from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
-from edgekit.model.tensors import StatedOutput, Tensors
+from edgekit.model.tensors import StatedOutput
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.augment import picked_values
 from edgekit.quantize.calibration.held_out import HELD_OUT, save_fitted
 from edgekit.quantize.calibration.moments import save_moments
-from edgekit.quantize.calibration.passes import CalibrationTask, measure_samples
+from edgekit.quantize.calibration.passes import CalibrationOptions, CalibrationTask, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings, save_arrays
 from edgekit.quantize.effort import find_effort
@@ -127,23 +128,6 @@ def calibrate_model(
     return calibrate_for(model, samples, how)
 
 
-class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `calibrate_model`, `keep` and `steps`.
-
-    `keep` is called with the index and the outputs of each sample that runs (not of cached ones); it must copy arrays
-    that it stores. `steps` samples in a row are one sequence.
-    """
-
-    work: Path
-    methods: tuple[str, ...] = AUTO_METHODS
-    fitting: bool = True
-    cache: CacheSettings | None = None
-    outputs: dict[str, StatedOutput] = {}
-    progress: Progress = say_nothing
-    keep: Callable[[int, Tensors], None] = lambda _index, _outputs: None
-    steps: int = 1
-
-
 def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Calibration:
     """Does what `calibrate_model` does, and passes the outputs of the model to `how.keep`.
 
@@ -166,17 +150,14 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         model=model,
         graph=graph,
         samples=samples,
-        work=work,
-        cache=how.cache,
+        how=how,
         indices=indices,
         compared=tuple(sorted(compared)),
         picked=picked_values(len(indices)) if with_histograms else 0,
         patch_samples=len(indices) if fitting else 0,
-        keep=how.keep,
-        steps=how.steps,
     )
     with single_blas_thread():
-        found = measure_samples(task, how.progress)
+        found = measure_samples(task)
     judges: tuple[str, ...] = ()
     if fitting:
         save_arrays(work / HELD_OUT, found.held_out.arrays.items())
@@ -214,13 +195,13 @@ def _list_one_sided(graph: Graph, seen: Mapping[str, TensorRange]) -> Iterator[s
 
     Ranges end where the samples end: a detector of a wake word that was calibrated without the word cannot hear it.
     """
+
+    def before(at: str) -> tuple[str, ...]:
+        node = graph.producers.get(at)
+        return node.reads if node is not None and node.op_type in _BEHIND_SIGMOID else ()
+
     for name in sorted(graph.outputs):
-        waiting, known = [name], {name}
-        while waiting:
-            node = graph.producers.get(waiting.pop())
-            if node is not None and node.op_type in _BEHIND_SIGMOID:
-                waiting += set(node.reads) - known
-                known |= set(node.reads)
+        for node in map(graph.producers.get, walk([name], before)):
             # The Sigmoid itself has the range from 0 to 1, whatever the samples show.
             span = seen.get(node.input[0]) if node is not None and node.op_type == "Sigmoid" else None
             if span is not None and not span.low <= 0 <= span.high:

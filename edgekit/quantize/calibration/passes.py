@@ -22,14 +22,15 @@ from edgekit.graph.match import find_infinite_tensors
 from edgekit.machine import map_in_order, release_memory
 from edgekit.model.external import ArrayFile
 from edgekit.model.model import Model, refill, write_proto
-from edgekit.model.tensors import Array, Tensors
-from edgekit.progress import Progress
+from edgekit.model.tensors import Array, StatedOutput, Tensors
+from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.calibration.augment import HIGHS, LOWS, SCORES, AugmentedGraph, augment_graph
 from edgekit.quantize.calibration.held_out import LEAST_BYTES, HeldOut
 from edgekit.quantize.calibration.statistics import SUMMED_SAMPLES, ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
 from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.float_graph import float_activations
+from edgekit.quantize.ranges import AUTO_METHODS
 
 _PART = "measured"
 # Bytes that a checkpoint may hold besides its arrays: for names and shapes, and for the digest of each sample.
@@ -37,25 +38,37 @@ _SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
 _PROGRESS_SECONDS = 2.0  # chosen by hand
 
 
+class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `calibrate_model`, `keep` and `steps`.
+
+    `keep` is called with the index and the outputs of each sample that runs (not of cached ones); it must copy arrays
+    that it stores. `steps` samples in a row are one sequence.
+    """
+
+    work: Path
+    methods: tuple[str, ...] = AUTO_METHODS
+    fitting: bool = True
+    cache: CacheSettings | None = None
+    outputs: dict[str, StatedOutput] = {}
+    progress: Progress = say_nothing
+    keep: Callable[[int, Tensors], None] = lambda _index, _outputs: None
+    steps: int = 1
+
+
 class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure: histograms, moments and extremes of the samples at `indices`, only extremes of `others`.
 
     For held-out samples the tensors `compared` are stored. `picked` and `patch_samples` are those of `augment_graph`.
-    `keep` gets the outputs of the model for each sample that runs, by its index. `steps` samples in a row are one
-    sequence.
     """
 
     model: Model
     graph: Graph
     samples: Samples
-    work: Path
-    cache: CacheSettings | None
+    how: CalibrationOptions
     indices: tuple[int, ...]
     compared: tuple[str, ...]
     picked: int
     patch_samples: int
-    keep: Callable[[int, Tensors], None]
-    steps: int
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -95,7 +108,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
         return self.statistics.restore(others) and self.held_out.restore(held)
 
 
-def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
+def measure_samples(task: CalibrationTask) -> Measurements:
     """Runs the augmented model over all samples that the cache does not know.
 
     Raises:
@@ -104,13 +117,13 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
         OutputError: the cache cannot be written.
     """
     whole = augment_graph(task.graph, task.compared, picked=task.picked, patch_samples=task.patch_samples)
-    whole = _write(whole, task.work / "augmented.onnx")
+    whole, progress = _write(whole, task.how.work / "augmented.onnx"), task.how.progress
     if not (whole.highs or whole.bounds):
         words = f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32"
         raise ModelError(words, hint="export it in float32, or build it with --precision fp32")
     # Histograms and patches cost several times as much as extremes (tools/bench/calibrate_ratio.py), so samples that
     # are not needed for them run without.
-    with open_cache(task.cache, _key(task, whole), progress) as cache:
+    with open_cache(task.how.cache, _key(task, whole), progress) as cache:
         run = _resume(task, whole, cache)
         known, count = len(run.seen), task.samples.count
         if known == count:
@@ -119,7 +132,7 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
             progress(f"calibrate with {count} samples" + (f", {known} known from the cache" if known else ""))
         _measure(run, task.indices, learning=True)
         if task.indices and task.others and len(run.seen) < count:
-            _write(augment_graph(task.graph), task.work / "augmented.onnx")
+            _write(augment_graph(task.graph), task.how.work / "augmented.onnx")
         _measure(run, task.others, learning=False)
     return msgspec.structs.replace(run, known=known)
 
@@ -131,7 +144,7 @@ def _key(task: CalibrationTask, whole: AugmentedGraph) -> str:
         "model": task.model.sha256,
         "versions": (version("edgekit-onnx"), VERSION, platform.machine()),
         "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.compared),
-        "settings": (task.picked, task.patch_samples, SUMMED_SAMPLES, task.steps),
+        "settings": (task.picked, task.patch_samples, SUMMED_SAMPLES, task.how.steps),
         "indices": task.indices,
     }
     return digest_bytes(msgspec.json.encode(facts, order="sorted"))
@@ -140,11 +153,11 @@ def _key(task: CalibrationTask, whole: AugmentedGraph) -> str:
 def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache) -> Measurements:
     """Returns measurements that start with the cached ones of these samples."""
     run = _begin(task, whole, cache)
-    if task.cache is None:
+    if task.how.cache is None:
         return run
     most_bytes = sum(array.nbytes for array in run.arrays().values()) + LEAST_BYTES + _SLACK_BYTES
     most_bytes += _SAMPLE_BYTES * task.samples.count
-    found = cache.load(_PART, dict(enumerate(task.cache.digests)), most_bytes)
+    found = cache.load(_PART, dict(enumerate(task.how.cache.digests)), most_bytes)
     if found is None:
         return run
     if tuple(found.seen) == (*task.indices, *task.others)[: len(found.seen)] and run.restore(found):
@@ -154,8 +167,8 @@ def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCach
 
 
 def _begin(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache) -> Measurements:
-    statistics = ActivationStatistics(whole, task.work)
-    held_out = HeldOut(len(task.indices), task.compared, ArrayFile(task.work / "held_out.data"))
+    statistics = ActivationStatistics(whole, task.how.work)
+    held_out = HeldOut(len(task.indices), task.compared, ArrayFile(task.how.work / "held_out.data"))
     return Measurements(task=task, cache=cache, augmented=whole, statistics=statistics, held_out=held_out, seen={})
 
 
@@ -192,7 +205,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     at_once = count_side_by_side(task.graph, run.augmented.output_bytes if learning else 0)
     # One block for all large tensors of a run is larger than what is in use at a time.
     settings = SessionSettings(threads=1, in_order=True, one_block=at_once is None)
-    session = CpuSession(task.work / "augmented.onnx", settings, subject=task.model.path.name)
+    session = CpuSession(task.how.work / "augmented.onnx", settings, subject=task.model.path.name)
 
     def run_one(indexed: tuple[int, Tensors]) -> tuple[bytes, Tensors | RuntimeRefusal]:
         digest = digest_sample(indexed[1])
@@ -211,7 +224,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
             run.cache.progress(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
         # Both passes and the cache identify samples by position: a source that shuffles would mix them up.
-        if task.cache is not None and task.cache.digests[index] != digest:
+        if task.how.cache is not None and task.how.cache.digests[index] != digest:
             words = f"sample {task.samples.place(index)} of '{task.samples.source}' is another one than before"
             raise DataError(words, hint="it must give the same at each pass")
         if isinstance(values, RuntimeRefusal):
@@ -226,9 +239,9 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
                 f" '{task.model.path.name}'",
                 hint="give samples with the axes and sizes that the model's shapes were declared for",
             )
-        task.keep(index, values)
+        task.how.keep(index, values)
         is_held = learning and run.held_out.offer(len(run.seen), sample, values)
-        run.statistics.add(values, learn=not is_held, sequence=index // task.steps)
+        run.statistics.add(values, learn=not is_held, sequence=index // task.how.steps)
         run.seen[index] = digest
         del values
         yield
@@ -246,7 +259,7 @@ def _has_non_finite(values: Tensors) -> bool:
 
 def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors) -> NoReturn:
     """Raises an error that names the first input, weight or tensor that is not finite, in the order of the graph."""
-    graph, work = task.graph, task.work
+    graph, work = task.graph, task.how.work
     subject = f"sample {task.samples.place(index)} of '{task.samples.source}' gives"
     hint = "mend or drop the sample"
     for name, value in sample.items():

@@ -3,11 +3,12 @@
 Also finds the tensors between a layer and its activation function, which are quantized as one tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from edgekit.graph.graph import Graph, Node
+from edgekit.graph.match import walk
 from edgekit.quantize.graph.float_graph import range_source
 
 # Activation functions that ONNX Runtime's providers fuse into the layer before, and similar ones.
@@ -178,7 +179,7 @@ def _tanh_gelu(graph: Graph, bend: Node) -> list[Node]:
             makers = (maker for maker in _producers(graph, node) if stop not in maker.output)
             return (maker for maker in makers if maker.op_type in _POLYNOMIAL)
 
-        return _walk(bend, before)
+        return [*walk(before(bend), before)]
 
     powers = (node for node in walk_back("") if node.op_type == "Pow" or _is_own_square(node))
     source = next((node.input[0] for node in powers), "")
@@ -228,26 +229,21 @@ def _normalisation(graph: Graph, root: Node) -> list[Node]:
 
 
 def _ancestors(graph: Graph, node: Node, stop: frozenset[str] = frozenset()) -> list[Node]:
-    return _walk(node, lambda current: _producers(graph, current), stop)
+    def before(current: Node) -> Iterator[Node]:
+        return (maker for maker in _producers(graph, current) if maker.op_type not in stop)
+
+    return [*walk(before(node), before)]
 
 
 def _descendants(graph: Graph, node: Node) -> list[Node]:
-    return _walk(node, lambda current: (reader for name in current.output for reader in graph.readers(name)))
+    def after(current: Node) -> Iterator[Node]:
+        return (reader for name in current.output for reader in graph.readers(name))
+
+    return [*walk(after(node), after)]
 
 
 def _producers(graph: Graph, node: Node) -> Iterator[Node]:
     return (graph.producers[name] for name in node.input if name in graph.producers)
-
-
-def _walk(start: Node, step: Callable[[Node], Iterator[Node]], stop: frozenset[str] = frozenset()) -> list[Node]:
-    found: dict[str, Node] = {}
-    waiting = [start]
-    while waiting:
-        for node in step(waiting.pop()):
-            if node.name not in found and node.op_type not in stop:
-                found[node.name] = node
-                waiting.append(node)
-    return list(found.values())
 
 
 def _count_layers(nodes: list[Node]) -> int:

@@ -5,6 +5,7 @@ Large constants of nodes that stay float are stored in 8 or 16 bits where the ou
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -400,9 +401,10 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
     least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (score.EQUAL_DB / 10) - 1)
     effort = find_effort(graph, calibration.samples)
-    whole = {name: graph.weight(name) for name in sizes}
+    proto, whole = deepcopy(graph.model), {name: graph.weight(name) for name in sizes}
+    score.constants_to_inputs(proto.graph, whole)
     judge = score.open_judge(
-        score.constants_to_inputs(graph.model, whole),
+        proto,
         compared,
         statistics,
         whole=whole,

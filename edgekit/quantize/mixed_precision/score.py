@@ -70,16 +70,18 @@ def grids_to_inputs(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, 
     sites = [node for node in qdq.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
     read = (name for node in sites if node.input[0] not in stored for name in node.input[1:])
     names = dict.fromkeys(name for name in read if name in stored and name in known)
-    qdq.graph.input.extend(_describe(stored[name]) for name in names)
-    # Deleted one by one: building a new list would copy every weight.
-    for index in reversed(range(len(qdq.graph.initializer))):
-        if qdq.graph.initializer[index].name in names:
-            del qdq.graph.initializer[index]
+    constants_to_inputs(qdq.graph, names)
     return tuple(names)
 
 
-def _describe(tensor: onnx.TensorProto) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+def constants_to_inputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    """Turns some constants of a graph into inputs, in place."""
+    # Deleted one by one: building a new list would copy every weight.
+    for index in reversed(range(len(graph.initializer))):
+        tensor = graph.initializer[index]
+        if tensor.name in names:
+            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+            del graph.initializer[index]
 
 
 def switch_activations(
@@ -247,14 +249,6 @@ def open_judge(
 
 def _join_powers(signal: Array, noise: Array) -> float:
     return join_ratios([ratio_db(*power) for power in zip(signal, noise, strict=True)])
-
-
-def constants_to_inputs(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
-    """Returns a graph that takes some of its constants as inputs."""
-    proto = copy_without_weights(model)
-    proto.graph.initializer.extend(each for each in model.graph.initializer if each.name not in names)
-    proto.graph.input.extend(_describe(each) for each in model.graph.initializer if each.name in names)
-    return proto
 
 
 def _open_compared(
