@@ -38,7 +38,7 @@ class Evidence(enum.StrEnum):
 
 
 class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what is reported of one device; `failure` says why there is no result, None if there is one."""
+    """What is reported of one device: `failure` says why there is no result, None if there is one."""
 
     device: str
     evidence: Evidence
@@ -46,7 +46,7 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionReport(DeviceResult, frozen=True, kw_only=True):
-    """Base of reports of a session on one device: its provider, the time to create it, and the versions that ran."""
+    """A report of a session on one device: its provider, the time to create it, and the versions that ran."""
 
     provider: str
     load_ms: float = 0.0

@@ -56,7 +56,7 @@ class IntegerTypes(_Strict, frozen=True, kw_only=True):
 
 
 class IntegerScheme(_Strict, frozen=True, kw_only=True):
-    """Base of what a target wants and what a plan says: which integers, and where Q and DQ nodes stand.
+    """Which integers a target wants, or a plan chooses, and where Q and DQ nodes stand.
 
     `scheme` says where ONNX Runtime's quantizer places Q and DQ nodes: by its rules for QNN, or by its general ones.
     With `reduce_range`, weights have 7 bits. All inputs and the output of an operator of `shared_ops` get one scale.

@@ -203,7 +203,10 @@ def _render_struct(kind: type, *, computed: bool, links: bool = True) -> str:
         rows += [
             (f"`{name}`", describe_type(hint, links=links), "computed") for name, hint in list_properties(kind).items()
         ]
-    return f"{_render_doc(kind)}\n\n{render_table(('key', 'value', 'default'), rows)}"
+    # Keys that several structs share are explained by the base that declares them.
+    bases = (base for base in kind.__mro__[1:] if getattr(base, "__struct_fields__", ()))
+    text = "\n\n".join(map(_render_doc, (kind, *bases)))
+    return f"{text}\n\n{render_table(('key', 'value', 'default'), rows)}"
 
 
 def _render_python() -> Iterator[str]:

@@ -40,7 +40,7 @@ _Value = TypeVar("_Value")
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what was opened in a folder: `sha256` is the digest of its listing, and so of every file that this lists.
+    """What was opened in a folder: `sha256` is the digest of its listing, and so of every file that this lists.
 
     `attested` is the signer's statement about the verification, None if it was opened without a key.
     """

@@ -107,7 +107,7 @@ class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedNodes(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of placements: how many nodes there are, how many of them a provider takes, and in how many partitions."""
+    """A placement: how many nodes there are, how many of them a provider takes, and in how many partitions."""
 
     nodes: int
     taken: int

@@ -32,7 +32,7 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the cost of one kernel, or of all kernels of an operator, in one run: times in milliseconds, and work.
+    """The cost of one kernel, or of all kernels of an operator, in one run: times in milliseconds, and work.
 
     `self_ms` leaves out the kernels that ran inside it, `max_ms` is its longest call, and `share` is its part of the
     sum over all nodes.

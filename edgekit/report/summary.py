@@ -19,10 +19,10 @@ from edgekit.verify.report import VerifyReport
 
 
 class TargetBuild(Judged, msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the result of building a model or a group for one target.
+    """What was built for one target, of a model or of a group.
 
-    `failure` says in one line why there is nothing; `path` is then None. `notes` say what it lacks and which choices
-    edgekit made.
+    `failure` says in one line why nothing was; `path` is then None. `notes` say what it lacks and which choices edgekit
+    made.
     """
 
     target: str
