@@ -94,6 +94,18 @@ def test_plain_minmax_leaves_the_same_tensors_out_of_8_bits_with_headroom(net: M
     assert reasons[graph.nodes[-1].name] == "it makes or reads 'y', which 8 bits do not hold"
 
 
+def test_plain_minmax_leaves_the_same_tensors_out_of_8_bits_if_the_other_plan_scales_channels(
+    net: Model, many: Calibration
+) -> None:
+    graph, target = read_float_graph(net), load_target("qnn")
+    name = graph.nodes[0].output[0]
+    draft = draft_plan(net, graph, many, target, "int8")
+    wide = {f"{name}_equalized": TensorRange(low=-1, high=1)}
+    plan = msgspec.structs.replace(draft, factors={name: (1.0, 2.0)}, wide=wide)
+    stock = plan_minmax(Subject(model=net, calibration=many, target=target, precision="int8"), plan)
+    assert (list(stock.wide), stock.factors) == ([name], {})
+
+
 def test_statistics_that_are_gone_are_named(net: Model, many: Calibration) -> None:
     gone = msgspec.structs.replace(many, statistics="/nowhere")
     with pytest.raises(UsageError, match=r"'/nowhere', are gone.*calibrate again"):

@@ -11,13 +11,14 @@ from edgekit.model.model import Model
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom, open_float_graph
 from edgekit.quantize.equalization import equalize
+from edgekit.quantize.equalization.pairs import SUFFIX
 from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision import candidates, relief
 from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.mixed_precision.weights import keep_eight
 from edgekit.quantize.objective import FAITHFUL_DB
-from edgekit.quantize.plan import Candidate, QuantPlan, add_headroom, draft_plan, is_relievable
+from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 
 
@@ -86,18 +87,19 @@ def plan_minmax(subject: candidates.Subject, plan: QuantPlan) -> QuantPlan:
         ModelError: no node of the model can be quantized.
     """
     graph, calibration = subject.graph, subject.calibration
-    roomy = add_headroom(graph, calibration.ranges["minmax"])
     draft = draft_plan(subject.model, graph, calibration, subject.target, plan.precision)
     names, known = {node.name for node in graph.nodes}, {node.name for node in draft.float_nodes}
     added = tuple(node for node in plan.float_nodes if node.name in names - known)
-    # The range of a table is that of its values.
-    wide = {
-        name: roomy.get(name, span)
-        for name, span in plan.wide.items()
-        if name not in draft.wide and (name in roomy or graph.is_float_constant(name))
-    }
+    # Tensors with equalized channels have names of their own in the other plan.
+    own = dict.fromkeys(name.removesuffix(SUFFIX) if plan.factors else name for name in plan.wide)
+    wide = [name for name in own if name in calibration.ranges["minmax"] or graph.is_float_constant(name)]
+    relieved = relief.relieve_tensors(graph, draft, wide, calibration, widens=True)
     return msgspec.structs.replace(
-        draft, float_nodes=(*draft.float_nodes, *added), wide=draft.wide | wide, bits=plan.bits, judged=plan.judged
+        draft,
+        float_nodes=(*draft.float_nodes, *added),
+        wide=relieved.wide | draft.wide,
+        bits=plan.bits,
+        judged=plan.judged,
     )
 
 
