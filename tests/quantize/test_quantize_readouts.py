@@ -72,19 +72,39 @@ STEPS = " ".join(f"a{step} = Add(a{step - 1}, a{step - 1})" for step in range(1,
     ("text", "origins"),
     [
         (CURVE, ("places", "places")),
-        (f"g (float[1,4] x) => (float[1,4] y) {{ a0 = Relu(x) {STEPS} y = Relu(a59) }}", ("places", "unknown")),
+        (f"g (float[1,4] x) => (float[1,4] y) {{ a0 = Relu(x) {STEPS} y = Relu(a59) }}", ("unknown", "unknown")),
+        ("""g (float[1,8] x) => (float[1,2] y) <float one = {1}, float[1] b = {0.5}> {
+         h = Gemm(x, c, b) yes = Sigmoid(h) no = Sub(one, yes) y = Concat<axis = 1>(no, yes) }""",
+         ("places", "weights")),
         ("""g (float[1,8] x) => (float[1,2,0] y) <int64[2] sizes = {0, 12}, int64[3] shape = {1, 2, 0}> {
          h = MatMul(x, w) e, r = Split<axis = 1>(h, sizes) y = Reshape<allowzero = 1>(e, shape) }""", ("unknown",) * 3),
     ],
-    ids=["a curve of frames", "sums of sums", "an empty axis"],
+    ids=["a curve of frames", "sums of sums", "no and yes", "an empty axis"],
 )  # fmt: skip
 def test_axes_of_places_come_from_no_weights(text: str, origins: tuple[str, ...], tmp_path: Path) -> None:
-    shapes: dict[str, tuple[int, ...]] = {"k": (12, 3, 1), "w": (8, 12)}
-    given = {name: shape for name, shape in shapes.items() if f", {name})" in text}
+    shapes: dict[str, tuple[int, ...]] = {"k": (12, 3, 1), "w": (8, 12), "c": (8, 1)}
+    given = {name: shape for name, shape in shapes.items() if f", {name}" in text}
     graph = read_float_graph(make_model(text, tmp_path / "m.onnx", given))
     assert find_origins(graph, "y") == origins
     if text == CURVE:
         assert read_output_kinds(graph, [{"y": sure(16)} for _ in range(8)], {})["y"].kind == "values"
+
+
+def test_the_chances_of_no_and_yes_are_two_classes_and_the_label_beside_them_says_no_more(tmp_path: Path) -> None:
+    """As scikit-learn writes them: they were values that decide nothing, and the label had a doubt of its own."""
+    text = """g (float[1,8] x) => (int64[1] t, float[1,2] y) <float one = {1}, float[1] b = {SHIFT}> {
+      h = Gemm(x, c, b) yes = Sigmoid(h) no = Sub(one, yes) y = Concat<axis = 1>(no, yes)
+      t = ArgMax<axis = 1, keepdims = 0>(y) }"""
+    weights = {"c": np.ones((8, 1), np.float32)}
+    exact, other = (
+        make_model(text.replace("SHIFT", each), tmp_path / f"{each}.onnx", constants=weights) for each in ("0", "0.4")
+    )
+    rows = np.random.default_rng(0).normal(size=(60, 1, 8)).astype(np.float32)
+    found = FloatReference(exact, make_samples([{"x": row} for row in rows])).predict_drop(other)
+    changed = np.mean([(row.sum() > 0) != (row.sum() > -0.4) for row in rows])
+    assert found.measure == MEASURES["classes"].name
+    assert found.top1_agreement == pytest.approx(1 - changed)
+    assert found.outputs == ()
 
 
 def test_numbers_that_stand_out_below_as_well_as_above_may_be_a_vector(tmp_path: Path) -> None:

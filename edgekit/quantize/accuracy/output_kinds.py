@@ -19,6 +19,8 @@ from edgekit.quantize.ranges import sigmoid, softmax
 
 _SHAPE_OPS = MOVES | {"Identity", "Cast", "Resize"}
 _WHOLE = frozenset({"bool", "int32", "int64"})
+# The kinds whose scores rank classes, so that a change costs what the model's confidence in both differs by.
+_RANKED = frozenset({"classes", "map", "sequence", "tokens"})
 # Operators that decide, or make probabilities by which the app decides.
 _DECIDING_OPS = CHOOSING_OPS | SQUASHING_OPS
 # The mean of probabilities, such as those of moments of a sound, is one.
@@ -107,12 +109,18 @@ def read_output_kinds(
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:
             found[name] = reading
+    # A label beside the scores that it is chosen by only names the class that wins.
+    ranked = {each for name, reading in found.items() if reading.kind in _RANKED for each in _list_scores(graph, name)}
+    for name in [name for name, reading in found.items() if reading.kind == "labels" and name not in stated]:
+        choices = _find_choices(graph, name)
+        if choices and all(ranked & each for each in choices):
+            del found[name]
     # Logits whose Softmax or Sigmoid is an output too make the same decisions.
     for name, reading in list(found.items()):
         node = graph.producers.get(name)
         if node is None or node.op_type not in _DECIDING_OPS or node.input[0] not in found.keys() - stated.keys():
             continue
-        if reading.kind in {"classes", "map", "sequence", "tokens"}:
+        if reading.kind in _RANKED:
             squash = RAW if node.op_type == "Sigmoid" else ""
             found[node.input[0]] = msgspec.structs.replace(reading, squash=squash)
     return found
@@ -196,7 +204,7 @@ def _guess_reading(
     these do not choose between the rows. Without `is_score` its numbers are no scores at all.
     """
     first, squash = values[0], find_squash(graph, name)
-    if is_text(first) or (first.dtype.kind in "iu" and _follows_from_classes(graph, name)):
+    if is_text(first) or (first.dtype.kind in "iu" and _find_choices(graph, name)):
         return Reading(kind="labels")
     if not is_numeric(first) or not first.size or not all(np.isfinite(value).all() for value in values):
         return None
@@ -478,10 +486,10 @@ def find_squash(graph: Graph, name: str) -> str:
     return _trace_squash(graph, name)[0]
 
 
-def _follows_from_classes(graph: Graph, name: str) -> bool:
-    """Returns True if whole numbers are computed from the classes of an ArgMax, as where one network gates another.
+def _find_choices(graph: Graph, name: str) -> list[frozenset[str]]:
+    """Returns, for each ArgMax whose classes whole numbers follow from, the scores among which it chooses.
 
-    The entries of a code book that an ArgMin finds nearest are classes too.
+    A network may gate another by a class. The entries of a code book that an ArgMin finds nearest are classes too.
     """
 
     def before(at: str) -> list[str]:
@@ -489,7 +497,12 @@ def _follows_from_classes(graph: Graph, name: str) -> bool:
         return [each for each in read if each and graph.value(each).dtype in _WHOLE]
 
     made = (graph.producers[each] for each in walk([name], before) if each in graph.producers)
-    return any(node.op_type in CHOOSING_OPS for node in made)
+    return [_list_scores(graph, node.input[0]) for node in made if node.op_type in CHOOSING_OPS]
+
+
+def _list_scores(graph: Graph, name: str) -> frozenset[str]:
+    """Returns a tensor with those that make the same decision, because it is the Softmax or Sigmoid of them."""
+    return _trace_squash(graph, name)[1] | {name}
 
 
 def _trace_squash(graph: Graph, name: str) -> tuple[str, frozenset[str]]:

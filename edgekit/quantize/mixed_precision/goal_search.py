@@ -212,8 +212,8 @@ def _try_float(choice: _Choice) -> None:
     """Tries more nodes in float, if the chosen plan misses the goal.
 
     These are the nodes around tensors that 16 bits cannot represent (`find_wide_range`). A trial is chosen if it meets
-    the goal or saves more than a tolerated loss, the target still takes as much of the work, and enough of it stays in
-    integers, unless it loses little where the plan before loses much.
+    the goal or saves more than a tolerated loss. The target must still take as much of the work, and enough of it stay
+    in integers, unless the trial loses little where the plan before loses much.
     """
     search, goal, before, first = choice.search, choice.goal, choice.chosen, choice.found.trials[0]
     if before.prediction.meets(goal.max_drop) or not (before.plan.judged and choice.allows(plan_search.MORE_RELIEF)):
@@ -229,9 +229,10 @@ def _try_float(choice: _Choice) -> None:
             return False
         plan = partial(relief.keep_tensors_float, search, base.plan, names)
         trial = choice.add(f"{base.step}, {len(names)} tensors in float", plan)
-        if trial is None or trial.taken_macs < before.taken_macs - plan_search.SAME_SHARE:
+        if trial is None:
             return False
-        if trial.integer_macs < least and not plan_search.rescues(trial.prediction, before.prediction):
+        costs = trial.taken_macs < before.taken_macs - plan_search.SAME_SHARE or trial.integer_macs < least
+        if costs and not plan_search.rescues(trial.prediction, before.prediction):
             return False
         enough = plan_search.find_tolerated_loss([choice.chosen, trial], goal.most_changed)
         saves = choice.chosen.prediction.loss(goal.most_changed) > enough or trial.prediction.meets(goal.max_drop)
@@ -239,12 +240,17 @@ def _try_float(choice: _Choice) -> None:
             choice.adopt(trial)
         return saves
 
+    start = before
     if not before.plan.wide and search.relievable:
-        return
-    wide_range = _find_wide_range(choice, before.plan)
-    kept = [names for names in wide_range.steps if adopt(before, names)]
+        # Plans with 16 bits may have been rejected for what is lost because of such a tensor, as a table's input.
+        wider = [trial for trial in choice.found.trials if trial.plan.wide]
+        if not wider:
+            return
+        start = max(wider, key=lambda trial: trial.prediction.sqnr_db)
+    wide_range = _find_wide_range(choice, start.plan)
+    kept = [names for names in wide_range.steps if adopt(start, names)]
     # Without the noise of these tensors, plans with more tensors in 16 bits may gain what it hid before.
-    for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(before.plan.wide)]:
+    for base in [each for each in choice.found.trials if kept and len(each.plan.wide) > len(start.plan.wide)]:
         adopt(base, kept[-1])
     choice.change(wide_range=wide_range.beyond_float)
 
