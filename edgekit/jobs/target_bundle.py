@@ -31,7 +31,7 @@ from edgekit.quantize.accuracy.output_kinds import KIND_SAMPLES, read_output_kin
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.placement import FLOAT_ONLY, STOPPING
-from edgekit.quantize.mixed_precision.plan_search import Search, Searched, write_chosen
+from edgekit.quantize.mixed_precision.plan_search import Search, Searched, has_no_gain, write_chosen
 from edgekit.quantize.plan import NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_answers, describe_narrow, describe_prediction, list_large
@@ -91,7 +91,7 @@ class _NoSessionError(ModelError):
 
 
 class _NoGainError(ModelError):
-    """The best plan multiplies nothing in integers: the float model is as accurate, without Q and DQ nodes."""
+    """The best plan multiplies nothing in integers: the float model is more accurate, without Q and DQ nodes."""
 
     def __init__(self, precision: Precision, searched: Searched) -> None:
         lost = describe_prediction(searched.trials[0].prediction)
@@ -259,7 +259,8 @@ class _Strategies:
         elif strategy.precision in INTEGERS:
             planned = self._plan(strategy, inputs)
             searched = planned.searched
-            if searched is not None and searched.has_no_gain and self._list_precisions()[-1] not in INTEGERS:
+            may_be_float = self._list_precisions()[-1] not in INTEGERS
+            if searched is not None and may_be_float and has_no_gain(planned.search, searched):
                 raise _NoGainError(strategy.precision, searched)
             plan = change_plan(planned.plan, strategy, inputs.prepared, inputs.calibration, target)
             quantized = write_chosen(planned.search, plan, planned.searched, work / "quantized.onnx")

@@ -392,6 +392,18 @@ def test_a_model_whose_best_plan_leaves_no_work_in_integers_is_built_as_float(
     assert bundle.precision == ("fp32" if precision == "auto" else "int8")
 
 
+def test_a_model_that_multiplies_nothing_is_built_as_float_where_integers_lose_much(tmp_path: Path) -> None:
+    """Nearest neighbours of a table, of columns of ten thousands and of tenths, failed on nnapi as int8."""
+    text = """g (float[1,6] x) => (float[1,6] y)
+      <float[1,6] f = {1e-4, 1e-3, 1e-2, 0.1, 1, 10}> { h = Mul(x, f) y = Sin(h) }"""
+    path, sizes = parse_model(text, tmp_path / "m.onnx"), 10.0 ** np.arange(4, -2, -1)
+    np.savez(tmp_path / "d.npz", x=(np.random.default_rng(0).normal(size=(32, 1, 6)) * sizes).astype(np.float32))
+    recipe = Recipe(targets=("nnapi",))
+    (bundle,) = build(path, Data(source=str(tmp_path / "d.npz")), tmp_path / "out", recipe, verify=False).bundles
+    assert bundle.precision == "fp32"
+    assert any(note.startswith("built as fp32, because the best plan that was found") for note in bundle.notes)
+
+
 def test_a_build_names_a_large_table_that_leaves_8_bits(tmp_path: Path) -> None:
     text = """(int64[1,8] x) => (float[1,8,32] y) {
       rows = Gather(table, x) h = MatMul(rows, v) n = LayerNormalization(h, gain) y = MatMul(n, w) }"""

@@ -75,11 +75,14 @@ STEPS = " ".join(f"a{step} = Add(a{step - 1}, a{step - 1})" for step in range(1,
         (f"g (float[1,4] x) => (float[1,4] y) {{ a0 = Relu(x) {STEPS} y = Relu(a59) }}", ("unknown", "unknown")),
         ("""g (float[1,8] x) => (float[1,2] y) <float one = {1}, float[1] b = {0.5}> {
          h = Gemm(x, c, b) yes = Sigmoid(h) no = Sub(one, yes) y = Concat<axis = 1>(no, yes) }""",
-         ("places", "weights")),
+         ("unknown", "weights")),
+        ("""g (float[1,8] x) => (float[1,2] y) <int64[2] s = {1, 1}> {
+         h = MatMul(x, w) a = ReduceSum(h) b = ReduceMax(h)
+         r = Reshape(a, s) q = Reshape(b, s) y = Concat<axis = 1>(r, q) }""", ("unknown", "unknown")),
         ("""g (float[1,8] x) => (float[1,2,0] y) <int64[2] sizes = {0, 12}, int64[3] shape = {1, 2, 0}> {
          h = MatMul(x, w) e, r = Split<axis = 1>(h, sizes) y = Reshape<allowzero = 1>(e, shape) }""", ("unknown",) * 3),
     ],
-    ids=["a curve of frames", "sums of sums", "no and yes", "an empty axis"],
+    ids=["a curve of frames", "sums of sums", "no and yes", "sums", "an empty axis"],
 )  # fmt: skip
 def test_axes_of_places_come_from_no_weights(text: str, origins: tuple[str, ...], tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {"k": (12, 3, 1), "w": (8, 12), "c": (8, 1)}

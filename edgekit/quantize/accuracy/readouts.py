@@ -94,10 +94,12 @@ def find_origins(graph: Graph, name: str, room: int = _MOST_NODES) -> tuple[Orig
 def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis: int) -> Origin:
     """Returns the origin of an axis, counted from the end, of an elementwise result: "weights" if one side has that."""
     present = [(dims[axis], origins[axis]) for dims, origins in sides if -axis <= len(dims)]
-    # An axis of 1 is repeated along a longer one. Two of 1 may be joined, as the chance of no and that of yes.
-    found: set[Origin] = {origin for size, origin in present if size != 1} or {origin for _, origin in present}
+    found: set[Origin] = {origin for size, origin in present if size != 1}
+    if not found:
+        # Axes of 1 may be joined, as the chance of no and that of yes; what a reduction leaves of one is no place.
+        return "weights" if {origin for _, origin in present} == {"weights"} else "unknown"
     if len(found) < 2:
-        return found.pop() if found else "places"
+        return found.pop()
     return "weights" if found == {"weights", "places"} else "unknown"
 
 

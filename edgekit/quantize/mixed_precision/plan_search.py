@@ -136,11 +136,6 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
     wide_range: tuple[str, ...] = ()
 
-    @property
-    def has_no_gain(self) -> bool:
-        """Whether all the work that 8 bits would compute in integers left them."""
-        return not self.chosen.integer_macs and self.trials[0].integer_macs > 0
-
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """A drop of at most `max_drop` (a share): the user's (`is_given`), or that of the default mode.
@@ -481,6 +476,15 @@ def measure_work(search: Search, step: str, plan: QuantPlan) -> Work:
     floats, total = {node.name for node in quantized.float_nodes}, sum(node.macs for node in check.node_list)
     apart = sum(node.macs for node in check.node_list if node.name in floats)
     return Work(check.taken_macs, round(1 - apart / max(total, 1), 4))
+
+
+def has_no_gain(search: Search, searched: Searched) -> bool:
+    """Returns True if integers save no work: all of it left them, or nothing multiplies at all and much is lost."""
+    chosen, first = searched.chosen, searched.trials[0]
+    check = check_trial(search, quantize_step(search, chosen.step, chosen.plan).model)
+    if not any(node.macs for node in check.node_list):
+        return loses_much(chosen.prediction, is_noise=search.is_noise)
+    return not chosen.integer_macs and first.integer_macs > 0
 
 
 def check_trial(search: Search, model: Model) -> CheckReport:
