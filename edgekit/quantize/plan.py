@@ -269,12 +269,12 @@ def widen_ranges(graph: Graph, seen: Mapping[str, TensorRange], factor: float) -
 
 
 def leave_out(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
-    """Returns a plan in which no sample helps to choose the ranges of tensors of which it has the extreme.
+    """Returns a plan that loses over the samples of the calibration what the original plan loses over new ones.
 
-    Each end of a range is reduced to what the other samples reach. Run over the samples of the calibration, the plan
-    loses what the original plan loses over new samples: a leave-one-out cross-validation with one model, in place of
-    one for each sample. For the other samples the steps are finer than in the original plan, and no value is clipped.
-    An end stays as it is where it leaves so much room that even without that sample it would reach beyond its extreme.
+    New samples reach beyond what a calibration saw, by about what its largest values tell of their tail. Each end of a
+    range is reduced until the known samples lose as much (`Calibration.unseen_shares`): a cross-validation with one
+    model, whose steps are a little finer than in the original plan.
+    An end stays as it is where it has so much room that it would, reduced, still hold all known values.
     """
     exact = calibration.ranges["minmax"]
 
@@ -284,7 +284,7 @@ def leave_out(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
         return end * min(1.0, share * max(1.0, filled)) if filled > share else end
 
     def cut(name: str, span: TensorRange) -> TensorRange:
-        low, high = calibration.second_shares.get(name, (1.0, 1.0))
+        low, high = calibration.unseen_shares.get(name, (1.0, 1.0))
         whole = exact.get(name, span)
         return TensorRange(low=reduce(span.low, whole.low, low), high=reduce(span.high, whole.high, high))
 

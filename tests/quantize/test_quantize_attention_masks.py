@@ -80,7 +80,7 @@ def test_masked_scores_keep_their_precision(mask: str, lowest: float, tmp_path: 
     scores = calibration.ranges["minmax"]["m"]
     assert -40 < scores.low < scores.high < 20
     # Samples differ in what they hide, which says nothing of how far new scores reach.
-    assert "m" not in calibration.second_shares
+    assert "m" not in calibration.unseen_shares
     one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.path, SessionSettings())
     for sample in samples:
         expected, found = one.run(sample)["y"], two.run(sample)["y"]
@@ -111,7 +111,7 @@ def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:
     calibration, _ = quantize(model, samples, "qnn", tmp_path)
     lowest = min(float(found["m"].min()) for found in read_activations(model, ["m"], samples))
     assert calibration.ranges["minmax"]["m"].low == pytest.approx(lowest, rel=2e-3)
-    assert "m" in calibration.second_shares
+    assert "m" in calibration.unseen_shares
 
 
 @pytest.mark.parametrize(

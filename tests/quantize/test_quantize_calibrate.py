@@ -96,16 +96,20 @@ def test_moving_average_is_the_mean_of_the_extremes_of_each_sample(net: Model, c
     check_ranges(net, calibration, ["c2", "r1"], "moving-average")
 
 
-def check_second(rows: list[dict[str, Array]], shares: tuple[float, float], steps: int) -> None:
+def check_unseen(rows: list[dict[str, Array]], shares: tuple[float, float], steps: int) -> None:
     whole = [np.stack([row["x"] for row in rows[at : at + steps]]) for at in range(0, len(rows), steps)]
-    (least, low, *_), (*_, high, most) = (sorted(map(pick, whole)) for pick in (np.min, np.max))
-    assert shares == pytest.approx((low / least, high / most))
+    count = min(3, len(whole) - 1)
+    lows = sorted(float(each.min()) for each in whole)
+    highs = sorted((float(each.max()) for each in whole), reverse=True)
+    reached = [(tops[0] - tops[1], 1.1462 * (np.mean(tops[:count]) - tops[count])) for tops in (lows, highs)]
+    ends = lows[0] - min(reached[0]), highs[0] - max(reached[1])
+    assert shares == pytest.approx(tuple(end / tops[0] for end, tops in zip(ends, (lows, highs), strict=True)))
 
 
 def test_what_a_sample_adds_to_a_range_is_known_for_each_tensor(net: Model, tmp_path: Path) -> None:
     rows = [{"x": row["x"] * scale} for row, scale in zip(random_samples(net, count=9), range(1, 10), strict=True)]
-    found = calibrate_model(net, make_samples(rows), work=tmp_path / "work").second_shares
-    check_second(rows, found["x"], steps=1)
+    found = calibrate_model(net, make_samples(rows), work=tmp_path / "work").unseen_shares
+    check_unseen(rows, found["x"], steps=1)
     # A tensor that is never negative has no lower end to lose, and one that a Relu follows is taken after it.
     low, high = found["r1"]
     assert found["c1"] == (low, high)
@@ -113,28 +117,30 @@ def test_what_a_sample_adds_to_a_range_is_known_for_each_tensor(net: Model, tmp_
     assert 0 < high < 1
     # The steps of one sequence are alike, so all of them are left out.
     options = CalibrationOptions(work=tmp_path / "steps", steps=3)
-    check_second(rows, calibrate_for(net, make_samples(rows), options).second_shares["x"], steps=3)
+    check_unseen(rows, calibrate_for(net, make_samples(rows), options).unseen_shares["x"], steps=3)
 
 
 @pytest.mark.parametrize(
     ("ends", "shares"),
     [
-        (((-1, 4), (-2, 3), (-1, 1)), (0.5, 0.75)),
-        (((1, 4), (2, 3)), (1, 0.75)),
-        (((-4, -1), (-3, -2)), (0.75, 1)),
+        (((-1, 4), (-2, 3), (-1, 1)), (0.5, 1 - 2.5 * 1.1462 / 4)),
+        (((1, 4), (2, 3)), (1, 1 - 1.1462 / 4)),
+        (((-4, -1), (-3, -2)), (1 - 1.1462 / 4, 1)),
         # Without the first no value is negative, and without the second none positive.
         (((-2, -1), (1, 3)), (0, 0)),
         (((0, 5), (0, 0)), (1, 0)),
         (((-2, 4),), (1, 1)),
         (((-2, 4), (-2, 4)), (1, 1)),
+        # The fifth largest tells nothing of the end.
+        *((((0, 8), (0, 6), (0, 5), (0, 4), (0, last)), (1, 1 - (7 / 3) * 1.1462 / 8)) for last in (0, 3)),
     ],
 )
-def test_what_all_samples_but_one_reach_is_a_share(
+def test_what_new_samples_lose_is_a_share_of_each_end(
     ends: tuple[tuple[float, float], ...], shares: tuple[float, float], tmp_path: Path
 ) -> None:
     model = make_model("(float[1,2] x) => (float[1,2] y) { y = MatMul(x, w) }", tmp_path / "m.onnx", {"w": (2, 2)})
     samples = make_samples([{"x": np.array([each], np.float32)} for each in ends])
-    assert calibrate_model(model, samples, work=tmp_path / "work").second_shares["x"] == shares
+    assert calibrate_model(model, samples, work=tmp_path / "work").unseen_shares["x"] == pytest.approx(shares)
 
 
 def test_a_tensor_without_values_is_read_from_a_cache(tmp_path: Path) -> None:
@@ -146,7 +152,7 @@ def test_a_tensor_without_values_is_read_from_a_cache(tmp_path: Path) -> None:
     cache = CacheSettings(folder=tmp_path / "cache", digests=check_samples(samples).digests)
     first, again = (calibrate_model(model, samples, work=tmp_path / name, cache=cache) for name in ("one", "two"))
     assert (first.known, again.known, again.notes) == (0, samples.count, first.notes)
-    assert again.second_shares == first.second_shares
+    assert again.unseen_shares == first.unseen_shares
 
 
 def test_extremes_come_from_every_sample_and_histograms_from_some(net: Model, tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_a_range_is_reduced_to_what_other_samples_reach(
     plan = plan_quantization(net, calibration, load_target("qnn"), "int8", method="minmax")
     other, wide = TensorRange(low=-1, high=3), TensorRange(low=-8, high=high)
     seen = calibration.ranges | {"minmax": {"x": TensorRange(low=-4, high=4), "other": other}}
-    known = msgspec.structs.replace(calibration, ranges=seen, second_shares={"x": (0.5, 0.25)})
+    known = msgspec.structs.replace(calibration, ranges=seen, unseen_shares={"x": (0.5, 0.25)})
     plan = msgspec.structs.replace(
         plan, ranges={"x": TensorRange(low=-4, high=high), "other": other}, wide={"x": wide, "constant": other}
     )

@@ -80,9 +80,8 @@ class Calibration(CalibrationReport, frozen=True, kw_only=True, forbid_unknown_f
             largest number only multiplies zeros. "minmax" and "moving-average"
             come from every value of every sample, except masked scores before a Softmax; the others come from
             histograms.
-        second_shares: for each float activation, its lowest and highest value over all samples but the one with the
-            lowest (the highest), each as a share of what it is over all samples: what that sample would find if it were
-            new. A sequence counts as one sample.
+        unseen_shares: for each float activation, the shares of its lowest and its highest value at which the samples
+            would lose, by what is cut, as much as new samples lose beyond these values. A sequence counts as one sample.
         statistics: the folder with the data that are too large for this struct (moments of layer inputs and held-out
             samples), "" if there is none. It may be removed once all plans are applied.
         outputs: what the user stated about the outputs.
@@ -91,7 +90,7 @@ class Calibration(CalibrationReport, frozen=True, kw_only=True, forbid_unknown_f
     model_sha256: str
     samples_sha256: str
     ranges: dict[str, dict[str, TensorRange]]
-    second_shares: dict[str, tuple[float, float]] = {}
+    unseen_shares: dict[str, tuple[float, float]] = {}
     statistics: str
     outputs: dict[str, StatedOutput] = {}
 
@@ -165,7 +164,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         save_moments(work, found.statistics.moments())
         effort = find_effort(graph, len(found.seen))
         judges = (*found.held_out.describe_loss(), *effort.describe(len(found.held_out.positions())))
-    shares, masked = found.statistics.second_shares(), found.statistics.masked()
+    shares, masked = found.statistics.unseen_shares(), found.statistics.masked()
     _fill_aliases(shares, found.augmented.aliases)
     return Calibration(
         model_sha256=model.sha256,
@@ -175,7 +174,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         known=found.known,
         notes=(*found.cache.notes, *judges, *_list_one_sided(graph, found.statistics.exact_ranges())),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
-        second_shares={
+        unseen_shares={
             name: shares[name] for name in float_activations(graph) if name in shares and name not in masked
         },
         statistics=str(work) if fitting else "",

@@ -18,6 +18,13 @@ from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 SUMMED_SAMPLES = 8
 """Picked values of this many samples are counted at once, so that the cost of each numpy call is small: a choice."""
 
+# So many extremes tell the tail of a tensor. One more needs a threshold farther from the end: a tail that is bounded, as
+# that of uniform numbers, then seems longer. One fewer varies more from calibration to calibration.
+_TAIL = 3
+# New samples, as many as were seen, lose twice the squared mean excess beyond the highest value that was seen. So do the
+# seen ones if they are cut this many mean excesses below it: with exponential spacings they lose 2 (e^c - c - 1) of it.
+_CUT = 1.1462
+
 
 class ActivationStatistics:
     """Accumulates the outputs of an augmented graph, sample by sample; large sums lie in a file in `work`."""
@@ -119,9 +126,9 @@ class ActivationStatistics:
             for name, span in self.exact_ranges().items()
         }
 
-    def second_shares(self) -> dict[str, tuple[float, float]]:
-        """Returns how far all sequences but the one with it reach, as shares of a tensor's lowest and highest value."""
-        lows, highs = self._lows.second_shares(), self._highs.second_shares()
+    def unseen_shares(self) -> dict[str, tuple[float, float]]:
+        """Returns the shares of a tensor's lowest and highest value at which its samples lose what new ones will."""
+        lows, highs = self._lows.unseen_shares(), self._highs.unseen_shares()
         return {name: (lows.get(name, 1.0), highs.get(name, 1.0)) for name in lows.keys() | highs.keys()}
 
     def factor_ranges(self, graph: Graph) -> dict[str, TensorRange]:
@@ -179,21 +186,23 @@ class ActivationStatistics:
 
 
 class _Extremes:
-    """The lowest (or highest) value of each entry over samples and the second, the same of each tensor, and their sum.
+    """The lowest (or highest) value of each entry over samples and the second, those of each tensor, and their sum.
 
-    The second of a tensor is that of all sequences but the one with the first: the steps of one sequence are alike. An
-    empty tensor has infinite extremes, which do not count.
+    Of a tensor the extremes of four sequences are kept, one each: the steps of a sequence are alike. An empty tensor
+    has infinite extremes, which do not count.
     """
 
     def __init__(self, parts: Sequence[tuple[TensorAxis, int]], pick: np.ufunc) -> None:
         self._keys = [key for key, _ in parts]
         self._starts = np.cumsum([0, *(count for _, count in parts)])
         self._pick, self._runs, self._counts = pick, np.zeros((), np.int64), np.zeros(len(parts), np.int64)
-        self._best = np.full(self._starts[-1], np.inf if pick is np.minimum else -np.inf)
+        self._worst = np.inf if pick is np.minimum else -np.inf
+        self._best = np.full(self._starts[-1], self._worst)
         self._second, self._drop = self._best.copy(), np.maximum if pick is np.minimum else np.minimum
         self._sums = np.zeros(len(parts))
-        self._most, self._next = self._best[self._starts[:-1]], self._best[self._starts[:-1]]
-        self._sequences = np.zeros(len(parts), np.int64)
+        self._tops = np.tile(self._best[self._starts[:-1]], (_TAIL + 1, 1))
+        # Of each of these, the number of its sequence, from 1 on.
+        self._sequences = np.zeros(self._tops.shape, np.int64)
 
     @property
     def size(self) -> int:
@@ -203,18 +212,24 @@ class _Extremes:
     def add(self, values: Array | None, sequence: int) -> None:
         if values is not None:
             own = self._pick.reduceat(values, self._starts[:-1])
-            is_first, is_same = self._pick(own, self._most) != self._most, self._sequences == sequence
-            self._pick(self._next, np.where(is_first, self._most, own), out=self._next, where=~is_same)
-            self._pick(self._most, own, out=self._most)
-            self._sequences[is_first] = sequence
+            self._rank(own, sequence + 1)
             self._pick(self._second, self._drop(self._best, values), out=self._second)
             self._pick(self._best, values, out=self._best)
             self._runs += 1
             self._counts += np.isfinite(own)
             self._sums += _or_zero(own)
 
+    def _rank(self, own: Array, sequence: int) -> None:
+        is_known = self._sequences == sequence
+        tops = np.where(is_known, self._pick(own, self._tops), self._tops)
+        last = np.where(is_known.any(axis=0), self._worst, own)
+        tops, sequences = np.vstack([tops, last]), np.vstack([self._sequences, np.full(len(last), sequence)])
+        order = np.argsort(tops if self._pick is np.minimum else -tops, axis=0, kind="stable")[:-1]
+        self._tops[...] = np.take_along_axis(tops, order, axis=0)
+        self._sequences[...] = np.take_along_axis(sequences, order, axis=0)
+
     def arrays(self) -> dict[str, Array]:
-        best = {"best": self._best, "second": self._second, "most": self._most, "next": self._next}
+        best = {"best": self._best, "second": self._second, "tops": self._tops}
         return {"runs": self._runs, "counts": self._counts, "sums": self._sums, "sequences": self._sequences, **best}
 
     def entries(self, *, second: bool = False) -> dict[TensorAxis, Array]:
@@ -224,10 +239,20 @@ class _Extremes:
     def sometimes_empty(self) -> set[str]:
         return {name for (name, _), count in zip(self._keys, self._counts, strict=True) if count < self._runs}
 
-    def second_shares(self) -> dict[str, float]:
-        """Returns, for each tensor, the second of the sequences' extremes divided by the first: between 0 and 1."""
-        most, second = _or_zero(self._most), _or_zero(self._next)
-        shares = np.divide(second, most, out=np.ones_like(most), where=(most != 0) & np.isfinite(self._next))
+    def unseen_shares(self) -> dict[str, float]:
+        """Returns the share of each tensor's extreme at which its samples lose what new ones lose beyond the extreme.
+
+        Few values are beyond a high threshold, and their excess is about exponential (Pickands, 1975): its mean is that
+        of the three largest over the fourth. A largest value that stands alone tells more than its tail: there, as much
+        is cut as it is above the second. What is found twice is a bound that new samples keep.
+        """
+        kept = np.isfinite(self._tops)
+        tops, count = np.where(kept, self._tops, 0.0), np.maximum(kept.sum(axis=0) - 1, 0)
+        threshold = np.take_along_axis(tops, count[None], axis=0)[0]
+        excess = np.where(kept, tops - threshold, 0.0).sum(axis=0) / np.maximum(count, 1)
+        step = tops[0] - np.where(kept[1], tops[1], tops[0])
+        cut = tops[0] - np.where(step == 0, 0.0, self._pick(step, _CUT * excess))
+        shares = np.divide(cut, tops[0], out=np.ones_like(cut), where=tops[0] != 0)
         return {name: float(share) for (name, _), share in zip(self._keys, np.clip(shares, 0, 1), strict=True)}
 
     def means(self) -> dict[str, float]:

@@ -286,8 +286,8 @@ def equalize_calibration(
         for method, own in calibration.ranges.items()
     }
     # The sample with the extreme of a tensor is taken for that of its scaled channels.
-    shares = {names[name]: share for name, share in calibration.second_shares.items()}
-    return msgspec.structs.replace(calibration, ranges=ranges, second_shares=shares)
+    shares = {names[name]: share for name, share in calibration.unseen_shares.items()}
+    return msgspec.structs.replace(calibration, ranges=ranges, unseen_shares=shares)
 
 
 def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:
