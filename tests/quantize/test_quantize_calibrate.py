@@ -101,7 +101,7 @@ def check_unseen(rows: list[dict[str, Array]], shares: tuple[float, float], step
     count = min(3, len(whole) - 1)
     lows = sorted(float(each.min()) for each in whole)
     highs = sorted((float(each.max()) for each in whole), reverse=True)
-    reached = [(tops[0] - tops[1], 1.1462 * (np.mean(tops[:count]) - tops[count])) for tops in (lows, highs)]
+    reached = [(tops[0] - tops[1], 1.1462 * float(np.mean(tops[:count]) - tops[count])) for tops in (lows, highs)]
     ends = lows[0] - min(reached[0]), highs[0] - max(reached[1])
     assert shares == pytest.approx(tuple(end / tops[0] for end, tops in zip(ends, (lows, highs), strict=True)))
 

@@ -81,7 +81,8 @@ class Calibration(CalibrationReport, frozen=True, kw_only=True, forbid_unknown_f
             come from every value of every sample, except masked scores before a Softmax; the others come from
             histograms.
         unseen_shares: for each float activation, the shares of its lowest and its highest value at which the samples
-            would lose, by what is cut, as much as new samples lose beyond these values. A sequence counts as one sample.
+            would lose, by what is cut, as much as new samples lose beyond these values. A sequence counts as one
+            sample.
         statistics: the folder with the data that are too large for this struct (moments of layer inputs and held-out
             samples), "" if there is none. It may be removed once all plans are applied.
         outputs: what the user stated about the outputs.

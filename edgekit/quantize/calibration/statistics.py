@@ -18,11 +18,11 @@ from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 SUMMED_SAMPLES = 8
 """Picked values of this many samples are counted at once, so that the cost of each numpy call is small: a choice."""
 
-# So many extremes tell the tail of a tensor. One more needs a threshold farther from the end: a tail that is bounded, as
-# that of uniform numbers, then seems longer. One fewer varies more from calibration to calibration.
+# So many extremes tell the tail of a tensor: a choice. With more, a tail that is bounded, as that of uniform numbers,
+# seems longer than it is; with fewer the mean excess varies more from calibration to calibration.
 _TAIL = 3
-# New samples, as many as were seen, lose twice the squared mean excess beyond the highest value that was seen. So do the
-# seen ones if they are cut this many mean excesses below it: with exponential spacings they lose 2 (e^c - c - 1) of it.
+# New samples, as many as were seen, lose twice the squared mean excess beyond the highest value that was seen. So do
+# the seen ones if they are cut this many mean excesses below it, by exponential spacings: 2 (e^c - c - 1) = 2.
 _CUT = 1.1462
 
 
