@@ -20,6 +20,8 @@ from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
 from edgekit.model.model import ORT_FORMATS, Model, find_reader, iterate_graphs, list_element_types, read_proto
 from edgekit.prepare.external import write_with_weights
+from edgekit.prepare.opset import read_opset
+from edgekit.prepare.rewrites.signs import write_eight_bits
 from edgekit.serialize import fill
 from edgekit.target import Form, Target, read_version
 
@@ -79,13 +81,17 @@ STAMP = "edgekit.source_sha256"
 """The key of a file's metadata that holds the sha256 of the model from which the file was made."""
 
 
-def write_stamped(model: Model, folder: Path) -> Model:
+def write_stamped(model: Model, folder: Path, *, widens: bool = False) -> Model:
     """Writes a model into a folder with the sha256 of its source in the metadata, and returns it.
+
+    If it `widens`, constants of 4 bits get 8: the ORT format has no others (ort.fbs).
 
     The sha256 is also Core ML's cache key: that provider stores compiled models under the key and never compares them
     with the file (ORT's `coreml_execution_provider`, `ModelCacheDirectory`).
     """
-    proto = read_proto(model, weights=False)
+    proto = read_proto(model, weights=widens)
+    if widens:
+        write_eight_bits(proto.graph, read_opset(proto))
     stamps = {entry.key: entry.value for entry in proto.metadata_props}
     stamps |= {STAMP: model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
     onnx.helper.set_model_props(proto, dict(sorted(stamps.items())))
@@ -310,7 +316,10 @@ def convert_forms(
     with work_folder(out) as work:
         (work / "ort").mkdir()
         stamped = write_stamped(model, work)
-        ort_stamped = stamped if source.model is model else write_stamped(source.model, work / "ort")
+        narrow = {onnx.TensorProto.INT4, onnx.TensorProto.UINT4}
+        is_narrow = any(each.data_type in narrow for each in skim_model(source.model.path).graph.initializer)
+        is_same = source.model is model and not is_narrow
+        ort_stamped = stamped if is_same else write_stamped(source.model, work / "ort", widens=is_narrow)
         source = msgspec.structs.replace(source, model=ort_stamped)
 
         def write(form: Form) -> Written:

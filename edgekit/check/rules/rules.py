@@ -545,10 +545,12 @@ class Traced(OperandRule, frozen=True, kw_only=True, tag="traced"):
 class Quantized(OperandRule, frozen=True, kw_only=True, tag="quantized"):
     """Quantization parameters required of inputs or outputs: constant, per tensor or per channel, zero point.
 
-    `scalar` requires each scale and zero point to be a scalar and not a list of one, `least_scale` no smaller scale.
+    `scalar` requires each scale and zero point to be a scalar and not a list of one, `many` a scale for each channel,
+    `least_scale` no smaller scale.
     """
 
     per_channel: bool = False
+    many: bool = False
     scalar: bool = False
     axis: int | None = None
     zero_point: int | None = None
@@ -567,6 +569,8 @@ class Quantized(OperandRule, frozen=True, kw_only=True, tag="quantized"):
             yield f"the scale or zero point of {what} is a list; it must be a scalar"
         # Counted by shape, because large constants are loaded without their data here.
         scales = graph.value(names[0]).elements
+        if scales == 1 and self.many:
+            yield f"{what} has one scale; it must have one for each channel"
         if scales != 1 and not self.per_channel:
             yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
         size = dict(enumerate(operand.shape or ())).get(self.axis or 0)

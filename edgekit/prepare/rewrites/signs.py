@@ -14,10 +14,12 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.graph.rewrite import rewrite
+from edgekit.graph.match import known, need
+from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
-from edgekit.prepare.rewrites.fused import LINEAR, split_qlinear, spread_quantizers
+from edgekit.prepare.rewrites.fused import LINEAR, complete_units, split_qlinear, spread_quantizers
+from edgekit.prepare.stripped import is_absent
 
 UNSIGNED_WEIGHTS, INT8_ACTIVATIONS = "unsigned-weights", "int8-activations"
 _Kind = Literal["int8", "uint8"]
@@ -31,6 +33,38 @@ _UNSIGNED_OPS = frozenset({"Gemm", "MatMul"})
 def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Stores int8 weights of Gemm and MatMul as uint8, in place, and returns the names of the nodes that read them."""
     return store_weights(graph, "uint8", _UNSIGNED_OPS)
+
+
+_FOUR_BITS = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}
+
+
+@rewrite("eight-bit-weights", {"DequantizeLinear"})
+def write_eight_bits(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Stores constants of 4 bits as the same numbers of 8, in place, for providers and formats that have no 4 bits.
+
+    Those with a scale for each block stay: a session multiplies them as they are (MatMulNBits). ONNX Runtime's quantizer
+    leaves the bias of a layer with weights of 4 bits in float; it becomes integers too, as a session makes it with 8.
+    """
+    changed = _write_eight_bits(graph, opset)
+    return (*changed, *complete_units(graph, opset)) if changed else ()
+
+
+@node_rewrite("eight-bit-constant", {"DequantizeLinear"})
+def _write_eight_bits(writer: Writer) -> None:
+    node, graph = writer.node, writer.graph
+    places = [at for at in (0, 2) if node.has_input(at)]
+    tensors = [known(graph.constants.get(node.input[at])) for at in places]
+    need(not node.integer("block_size", 0) and all(each.data_type in _FOUR_BITS for each in tensors))
+    need(all(each.data_location != onnx.TensorProto.EXTERNAL for each in tensors))
+    copy = writer.copy(node)
+    for at, tensor in zip(places, tensors, strict=True):
+        kind, part = _FOUR_BITS[tensor.data_type], "zero" if at else "numbers"
+        if not is_absent(tensor):
+            copy.input[at] = writer.constant(part, numpy_helper.to_array(tensor).astype(kind), kind)
+            continue
+        # The model was loaded without its weights, for a check, which needs the type only.
+        copy.input[at] = writer.reshaped(part, tensor.name, tensor.dims)
+        graph.proto.initializer[-1].data_type = _TYPES[kind]
 
 
 def store_weights(graph: onnx.GraphProto, wanted: _Kind, ops: Collection[str] | None = None) -> tuple[str, ...]:
