@@ -295,8 +295,8 @@ _HINTS = {
         "the ORT format holds tensors, sequences and maps: end the model at these, edgekit prepare --outputs NAMES"
     ),
     r"Unsupported tensor data type '<unknown>'": (
-        "the ORT format holds no weights of 4 bits with a scale for each block: edgekit prepare --target NAME stores them"
-        " in float, or ship the .onnx"
+        "the ORT format holds no weights of 4 bits with a scale for each block: edgekit prepare --target NAME stores"
+        " them in float, or ship the .onnx"
     ),
     # A voice detector has one branch for 8 kHz and one for 16, of which only one fits a fixed length.
     r"Op \(If\)": "a branch of an If does not fit; make the input that chooses it a constant: --freeze INPUT=NUMBER",

@@ -35,15 +35,16 @@ def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ..
     return store_weights(graph, "uint8", _UNSIGNED_OPS)
 
 
-_FOUR_BITS = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}
+_FOUR_BITS: dict[int, str] = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}
 
 
 @rewrite("eight-bit-weights", {"DequantizeLinear"})
 def write_eight_bits(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Stores constants of 4 bits as the same numbers of 8, in place, for providers and formats that have no 4 bits.
 
-    Those with a scale for each block stay: a session multiplies them as they are (MatMulNBits). ONNX Runtime's quantizer
-    leaves the bias of a layer with weights of 4 bits in float; it becomes integers too, as a session makes it with 8.
+    Those with a scale for each block stay: a session multiplies them as they are (MatMulNBits). ONNX Runtime's
+    quantizer leaves the bias of a layer with weights of 4 bits in float; it becomes integers too, as a session makes it
+    where there are 8.
     """
     changed = _write_eight_bits(graph, opset)
     return (*changed, *complete_units(graph, opset)) if changed else ()
