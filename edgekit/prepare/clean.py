@@ -20,7 +20,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit._ort import VERSION, Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
-from edgekit.graph.constants import MOVES, ORT_DOMAIN, read_array, write_dense
+from edgekit.graph.constants import MOVES, ORT_DOMAIN, read_array, read_dequantized, write_dense
 from edgekit.graph.inference import infer_model, open_negative, refuse_empty_windows
 from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite
@@ -143,7 +143,21 @@ def state_zeros(writer: Writer) -> None:
     writer.copy(node).input[2:] = [writer.constant("zero", np.zeros(tuple(scales.dims)), dtype)]
 
 
-CLEANING = (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes, state_zeros)
+@node_rewrite("folded-quantizers", {"QuantizeLinear"})
+def fold_quantizers(writer: Writer) -> None:
+    """Lets a Q read in float the constant that a DQ dequantizes: ONNX Runtime folds Q nodes, but no DQ.
+
+    A quantizer writes both for weights that were quantized before, and for those that two layers share.
+    """
+    source = known(made_by(writer.graph, writer.x, "DequantizeLinear", "Identity"))
+    while source.op_type == "Identity":
+        source = known(made_by(writer.graph, source.input[0], "DequantizeLinear", "Identity"))
+    values = read_dequantized(source.proto, lambda name: known(writer.graph.inline(name)))
+    constant = writer.constant("float", values, values.dtype.name)
+    writer.copy(writer.node).input[0] = constant
+
+
+CLEANING = (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes, state_zeros, fold_quantizers)
 """What every model gets, whatever the target."""
 
 

@@ -84,6 +84,14 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LabelEncoder Reshape LabelEncoder Reshape Cast MatMul",
         {"imports": ', "ai.onnx.ml" : 1'},
     ),
+    "the constant that a DQ gives a Q": (
+        """g (float[1,2] x) => (float[1,2] y) <float s = {0.1}, int8[2,2] w = {1,-2,3,4}, float[2] v = {0.1, 0.3},
+        int8[2] o = {0, 1}, uint8 z = {7}> {
+        a = DequantizeLinear(w, v, o) b = Identity(a) c = QuantizeLinear(b, s, z) d = DequantizeLinear(c, s, z)
+        y = MatMul(x, d) }""",
+        "DQ MatMul",
+        {"opset": 17},
+    ),
     "zero points that ONNX defines": (
         """g (float[1,2,3] x) => (float[1,3,2] y) <float s = {0.1}, float[3] t = {0.1, 0.2, 0.3}, int8 z = {3}> {
         a = QuantizeLinear(x, s) b = DequantizeLinear(a, s) c = QuantizeLinear(b, s, z)
