@@ -157,7 +157,9 @@ def fold_quantizers(writer: Writer) -> None:
     writer.copy(writer.node).input[0] = constant
 
 
-CLEANING = (write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes, state_zeros, fold_quantizers)
+CLEANING = (
+    write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes, state_zeros, fold_quantizers
+)  # fmt: skip
 """What every model gets, whatever the target."""
 
 
