@@ -546,11 +546,12 @@ class Quantized(OperandRule, frozen=True, kw_only=True, tag="quantized"):
     """Quantization parameters required of inputs or outputs: constant, per tensor or per channel, zero point.
 
     `scalar` requires each scale and zero point to be a scalar and not a list of one, `many` a scale for each channel,
-    `least_scale` no smaller scale.
+    `symmetric` zero points in the middle of the type where there are several, `least_scale` no smaller scale.
     """
 
     per_channel: bool = False
     many: bool = False
+    symmetric: bool = False
     scalar: bool = False
     axis: int | None = None
     zero_point: int | None = None
@@ -580,6 +581,9 @@ class Quantized(OperandRule, frozen=True, kw_only=True, tag="quantized"):
         scale, zero = (part.reshape(-1).tolist() for part in parameters) if parameters else ([], [])
         for point in [each for each in zero if self.zero_point is not None and each != self.zero_point][:1]:
             yield f"the zero point of {what} is {point}; it must be {self.zero_point}"
+        middle = 128 if operand.dtype == "uint8" else 0
+        for point in [each for each in zero if self.symmetric and scales != 1 and each != middle][:1]:
+            yield f"a zero point of {what} per channel is {point}; all must be {middle}"
         off = [each for each in scale if self.scale is not None and abs(each - self.scale) > self.tolerance]
         for entry in off[:1]:
             yield f"the scale of {what} is {entry:.6g}; it must be {self.scale:g}"

@@ -178,7 +178,10 @@ def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
     if block and -len(dims) <= axis < len(dims):
         dims[axis] = -(-dims[axis] // block)
         counts = [dims]
-    return scale.data_type == _FLOAT and [*scale.dims] in counts and all(zero.dims == scale.dims for zero in zeros)
+    # ONNX Runtime's quantizer states one scale as a list and its zero point as a number.
+    one = ([], [1])
+    fits = all(zero.dims == scale.dims or ([*zero.dims] in one and [*scale.dims] in one) for zero in zeros)
+    return scale.data_type == _FLOAT and [*scale.dims] in counts and fits
 
 
 def _is_quantized(readers: Mapping[str, Sequence[Node]], node: onnx.NodeProto) -> bool:
