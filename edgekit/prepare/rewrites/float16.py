@@ -179,7 +179,7 @@ def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
         dims[axis] = -(-dims[axis] // block)
         counts = [dims]
     # ONNX Runtime's quantizer states one scale as a list and its zero point as a number.
-    one = ([], [1])
+    one: tuple[list[int], ...] = ([], [1])
     fits = all(zero.dims == scale.dims or ([*zero.dims] in one and [*scale.dims] in one) for zero in zeros)
     return scale.data_type == _FLOAT and [*scale.dims] in counts and fits
 
