@@ -134,7 +134,8 @@ def write_stranger(stranger: Stranger, folder: Path) -> None:
     kept = {name: value.astype(np.float32) if value.dtype == np.float64 else value for name, value in stored.items()}
     text = f"(float[{shape}] x) => (float[{stranger.output}] y) {{ {stranger.nodes} }}"
     save_net(text, folder / "model.onnx", **kept)
-    for file, count in (("calib", 16), ("eval", 16), ("held", 24)):
+    # "many" are as many as it takes to see what the few of a calibration did not reach.
+    for file, count in (("calib", 16), ("eval", 16), ("held", 24), ("many", 400)):
         np.savez(folder / f"{file}.npz", x=np.stack([_draw(rng, stranger.shape) for _ in range(count)]))
 
 

@@ -93,7 +93,8 @@ def _search(folder: Path, recipe: Recipe | None = None, said: list[str] | None =
 def test_a_search_stops_at_the_first_plan_that_is_good_enough(searched: tuple[Path, QuantizeReport]) -> None:
     report = searched[1]
     assert report.met
-    assert {entry.step for entry in report.trials} == {"all", "minmax", "all, as the target takes it"}
+    headroom = "all, as the target takes it, ranges 1.4 times as wide"
+    assert {entry.step for entry in report.trials} == {"all", "minmax", "all, as the target takes it", headroom}
     assert report.predicted.drop_estimate is not None
     assert report.predicted.drop_estimate <= 0.2
 

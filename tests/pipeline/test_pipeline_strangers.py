@@ -76,7 +76,7 @@ def test_no_plan_decides_worse_than_plain_minmax(name: str, tmp_path: Path) -> N
     written = write_chosen(search, plan, searched, tmp_path / "written.onnx").model
     if searched is not None and "times as wide" in searched.chosen.step:
         # Headroom costs the samples of the calibration a little, and is there for others.
-        reference = FloatReference(model, load_samples(tmp_path / "eval.npz", model.inputs))
+        reference = FloatReference(model, load_samples(tmp_path / "many.npz", model.inputs))
     stock = plan_minmax(search, plan)
     plain = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
     lost, least = (reference.predict_drop(each) for each in (written, plain))
