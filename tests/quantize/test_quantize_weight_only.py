@@ -352,6 +352,15 @@ def test_the_fp16_form_computes_the_same_with_what_is_kept_in_float32(name: str,
     assert casts is None or sum(node.op_type == "Cast" for node in nodes) == casts
 
 
+def test_weights_stored_as_integers_become_halves(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 13]> g (float[1,2] x) => (float[1,2] y)
+        <int8[2,2] w = {1, 2, 3, -4}, float s = {0.5}> { d = DequantizeLinear(w, s) y = MatMul(x, d) }"""
+    half = convert_to_fp16(load_model(parse_model(text, tmp_path / "m.onnx")), (), tmp_path / "h.onnx").model
+    sample = {"x": np.array([[1, 2]], np.float32)}
+    assert np.array_equal(CpuSession(half.path, SessionSettings()).run(sample)["y"], [[3.5, -3]])
+    assert [tensor.data_type for tensor in read_proto(half).graph.initializer] == [onnx.TensorProto.FLOAT16]
+
+
 def test_weights_beyond_the_largest_half_are_named(tmp_path: Path) -> None:
     text = f"{HEAD} (float[2] x) => (float[2] y) <float[2] w = {{1.0, 100000.0}}> {{ y = Mul(x, w) }}"
     model = load_model(parse_model(text, tmp_path / "m.onnx"))

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import onnx
 
-from edgekit.graph.constants import RESHAPES
+from edgekit.graph.constants import MOVES, RESHAPES
 from edgekit.graph.match import known, made_by, need, reduced_axes
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.graph.spatial import Windows, find_picks, has_windows, place_windows, read_modes
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import MAX_HALF, Array
 from edgekit.prepare.rewrites.norms import reduce_axes
 
 # The first opset whose Slice has its axes as an input.
@@ -737,3 +737,24 @@ def narrow_indices(writer: Writer) -> None:
     else:
         indices = writer.add("Cast", [indices], "indices", to=onnx.TensorProto.INT32)
     writer.add(node.op_type, [data, indices], axis=node.attributes.get("axis", 0))
+
+
+# Kernels of 8 entries are computed rightly.
+_LEAST_KERNEL = 9
+
+
+@node_rewrite("clip-input", {"Conv"}, since=12, floats=True)
+def clip_input(writer: Writer) -> None:
+    """Puts a Clip to what half precision holds before a float Conv that reads an input of the model in NHWC, for QNN.
+
+    The HTP gives zeros for such a Conv with strides of 2 and 2 and a kernel of 9 or more entries along an axis, as the
+    keyword network of MLPerf Tiny begins (targets/qnn/NOTES.md). It computes in half precision, so the Clip changes
+    nothing.
+    """
+    node, graph = writer.node, writer.graph
+    need(node.entries("strides") == (2, 2) and node.integer("group", 1) == 1)
+    need(max(writer.shape(1)[2:]) >= _LEAST_KERNEL)
+    maker = known(graph.producers.get(writer.x))
+    need(maker.op_type in MOVES and maker.input[0] in graph.inputs)
+    limits = writer.constants({"low": -MAX_HALF, "high": MAX_HALF})
+    writer.copy(node).input[0] = writer.add("Clip", [writer.x, *limits], "clipped")

@@ -13,9 +13,11 @@ from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError, suggest_name
-from edgekit.model.model import Model, find_quantized_form, list_element_types, read_proto, save_proto
+from edgekit.model.model import Model, drop_unread, find_quantized_form, list_element_types, read_proto, save_proto
 from edgekit.model.tensors import MAX_HALF
 from edgekit.prepare.interface import name_nodes
+from edgekit.prepare.opset import read_opset
+from edgekit.prepare.rewrites.float16 import store_float_weights
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
 from edgekit.quantize.weight_only.blocks import BlockForm, learn_blocks, pack_weights
@@ -37,12 +39,15 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
 
     Keep in float32 the nodes that the provider leaves to the CPU, which has few fp16 kernels. An `epsilon` that float16
     rounds to zero becomes 1e-7: with it a provider divides a row of equal numbers, of which nothing is left, by zero.
+    Weights that are stored as integers become floats, since a DequantizeLinear before opset 19 gives float32 alone.
 
     Raises:
         ModelError: the model cannot be converted.
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
     proto = read_proto(model)
+    if store_float_weights(proto.graph, read_opset(proto)):
+        drop_unread(proto.graph)
     converted = convert_floats(proto, kept, model.path.name)
     name_nodes(converted.graph)
     raised = list[str]()
