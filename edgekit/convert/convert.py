@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import onnx
+from onnx import TensorProto
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, work_folder
 from edgekit._ort import VERSION, Level, SessionSettings, optimize_graph
@@ -316,10 +317,10 @@ def convert_forms(
     with work_folder(out) as work:
         (work / "ort").mkdir()
         stamped = write_stamped(model, work)
-        narrow = {onnx.TensorProto.INT4, onnx.TensorProto.UINT4}
-        is_narrow = any(each.data_type in narrow for each in skim_model(source.model.path).graph.initializer)
-        is_same = source.model is model and not is_narrow
-        ort_stamped = stamped if is_same else write_stamped(source.model, work / "ort", widens=is_narrow)
+        stored = skim_model(source.model.path).graph.initializer if options.keys() & set(forms) else ()
+        widens = any(tensor.data_type in {TensorProto.INT4, TensorProto.UINT4} for tensor in stored)
+        is_same = source.model is model and not widens
+        ort_stamped = stamped if is_same else write_stamped(source.model, work / "ort", widens=widens)
         source = msgspec.structs.replace(source, model=ort_stamped)
 
         def write(form: Form) -> Written:

@@ -23,9 +23,10 @@ from edgekit.convert.convert import Source, convert_forms, convert_model
 from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.convert.ort_format.operators import find_lacking, read_operators, write_operators
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
+from edgekit.graph.rewrite import Rewrite
 from edgekit.jobs.convert import ConvertOptions, convert_for
 from edgekit.model.model import load_model
-from edgekit.prepare.rewrites.fused import split_qlinear
+from edgekit.prepare.rewrites.fused import complete_units, split_qlinear
 from edgekit.recipe import Recipe
 from edgekit.target import load_target
 
@@ -58,16 +59,25 @@ def test_fusions_are_saved_of_a_model_that_leaves_zero_points_out(tmp_path: Path
         write_ort(load_model(tmp_path / "m.onnx"), tmp_path / "m.ort", RUNTIME)
 
 
-def test_fusions_are_saved_of_what_was_a_qlinear_operator(tmp_path: Path) -> None:
-    model = parse_model(
-        """g (float[1,2,4,4] x) => (float[1,2,4,4] y)
-        <float s = {0.1}, int8 z = {3}, int8 o = {0}, int8[2,2,1,1] w = {1,2,3,4}, float[2] v = {0.1,0.2},
-         int8[2] u = {0,0}, int32[2] b = {5,-6}> {
-        q = QuantizeLinear(x, s, z) r = QLinearConv(q, s, z, w, v, u, s, z, b) y = DequantizeLinear(r, s, z) }""",
+@pytest.mark.parametrize(
+    ("rewrite", "conv"),
+    [
+        (split_qlinear, "r = QLinearConv(q, s, z, w, v, u, s, z, b)"),
+        # Training for quantization leaves the bias float.
+        (complete_units, """d = DequantizeLinear(q, s, z) e = DequantizeLinear<axis=0>(w, v, u) c = Conv(d, e, f)
+            r = QuantizeLinear(c, s, z)"""),
+    ],
+)  # fmt: skip
+def test_fusions_are_saved_of_biases_that_a_rewrite_made(tmp_path: Path, rewrite: Rewrite, conv: str) -> None:
+    path = parse_model(
+        f"""g (float[1,2,4,4] x) => (float[1,2,4,4] y)
+        <float s = {{0.1}}, int8 z = {{3}}, int8[2,2,1,1] w = {{1,2,3,4}}, float[2] v = {{0.1,0.2}},
+         int8[2] u = {{0,0}}, int32[2] b = {{5,-6}}, float[2] f = {{0.5,-0.6}}> {{
+        q = QuantizeLinear(x, s, z) {conv} y = DequantizeLinear(r, s, z) }}""",
         tmp_path / "m.onnx",
     )
-    proto = onnx.load(str(model))
-    assert split_qlinear(proto.graph, 17)
+    proto = onnx.load(str(path))
+    assert rewrite(proto.graph, 17)
     onnx.save(proto, str(tmp_path / "split.onnx"))
     converted = convert_model(load_model(tmp_path / "split.onnx"), all_forms(), tmp_path / "out")
     assert converted.census["runtime"]["QLinearConv"] == 1

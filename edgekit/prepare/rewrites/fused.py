@@ -14,6 +14,7 @@ import onnx
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
+from edgekit.model.tensors import Array
 from edgekit.prepare.rewrites.float16 import MOVED, store_float_weights
 
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
@@ -119,14 +120,20 @@ def split_qlinear(writer: Writer) -> None:
     if bias and node.has_input(bias):
         scale = node.number("alpha", 1.0) * scales[0] * scales[1]
         last = len(graph.value(node.input[bias]).shape or (0,)) - 1
-        scale = scale if scale.size > 1 else scale[0]
-        given = [node.input[bias], writer.constant("bias_scale", scale, "float32")]
-        given.append(writer.constant("bias_zero", np.zeros_like(scale), "int32"))
-        inputs.append(writer.add("DequantizeLinear", given, "bias", axis=last))
+        inputs.append(_add_bias(writer, node.input[bias], scale if scale.size > 1 else scale[0], last))
     own = {name: value for name, value in node.attributes.items() if name not in _OWN}
     made = writer.add(op, inputs, "" if gives_float else "float", **own)
     if not gives_float:
         writer.add("QuantizeLinear", [made, *_flatten(writer, "result", node.input[result : result + 2])])
+
+
+def _add_bias(writer: Writer, values: str, scale: Array, axis: int) -> str:
+    """Adds the DequantizeLinear of an int32 bias with the scale of the products, and returns its result.
+
+    Its zero points are stated: without them ONNX Runtime cannot save its optimizations (`state_zeros`).
+    """
+    parameters = writer.constant("bias_scale", scale, "float32"), writer.constant("bias_zero", 0 * scale, "int32")
+    return writer.add("DequantizeLinear", [values, *parameters], "bias", axis=axis)
 
 
 def _is_plain(writer: Writer, op: str, scales: Sequence[int]) -> bool:
@@ -233,8 +240,7 @@ def _complete_unit(writer: Writer) -> None:
         need(scale.size in {1, bias.size} and (scale > 0).all())
         steps = np.round(bias / scale)
         need(np.abs(steps).max(initial=0) < np.iinfo(np.int32).max)
-        names = [writer.constant("bias-values", steps, "int32"), writer.constant("bias-scale", scale, "float32")]
-        rounded = writer.add("DequantizeLinear", names, "bias", axis=0)
+        rounded = _add_bias(writer, writer.constant("bias_values", steps, "int32"), scale, 0)
         writer.copy(node).input[2] = rounded
         return
     need(after.op_type == "QuantizeLinear" and graph.number(after.input[1]) is not None)
