@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import onnx
-from onnx import TensorProto
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, work_folder
 from edgekit._ort import VERSION, Level, SessionSettings, optimize_graph
@@ -22,7 +21,7 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import ORT_FORMATS, Model, find_reader, iterate_graphs, list_element_types, read_proto
 from edgekit.prepare.external import write_with_weights
 from edgekit.prepare.opset import read_opset
-from edgekit.prepare.rewrites.signs import write_eight_bits
+from edgekit.prepare.rewrites.signs import FOUR_BITS, write_eight_bits
 from edgekit.serialize import fill
 from edgekit.target import Form, Target, read_version
 
@@ -318,7 +317,7 @@ def convert_forms(
         (work / "ort").mkdir()
         stamped = write_stamped(model, work)
         stored = skim_model(source.model.path).graph.initializer if options.keys() & set(forms) else ()
-        widens = any(tensor.data_type in {TensorProto.INT4, TensorProto.UINT4} for tensor in stored)
+        widens = any(tensor.data_type in FOUR_BITS for tensor in stored)
         is_same = source.model is model and not widens
         ort_stamped = stamped if is_same else write_stamped(source.model, work / "ort", widens=widens)
         source = msgspec.structs.replace(source, model=ort_stamped)

@@ -149,12 +149,12 @@ def fold_quantizers(writer: Writer) -> None:
 
     A quantizer writes both for weights that were quantized before, and for those that two layers share.
     """
-    source = known(made_by(writer.graph, writer.x, "DequantizeLinear", "Identity"))
-    while source.op_type == "Identity":
-        source = known(made_by(writer.graph, source.input[0], "DequantizeLinear", "Identity"))
-    values = read_dequantized(source.proto, lambda name: known(writer.graph.inline(name)))
-    constant = writer.constant("float", values, values.dtype.name)
-    writer.copy(writer.node).input[0] = constant
+    graph, name = writer.graph, writer.x
+    while (same := made_by(graph, name, "Identity")) is not None:
+        name = same.input[0]
+    source = known(made_by(graph, name, "DequantizeLinear"))
+    values = read_dequantized(source.proto, lambda read: known(graph.inline(read)))
+    writer.copy(writer.node).input[0] = writer.constant("float", values, values.dtype.name)
 
 
 CLEANING = (

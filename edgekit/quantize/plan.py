@@ -268,13 +268,13 @@ def widen_ranges(graph: Graph, seen: Mapping[str, TensorRange], factor: float) -
     return {name: span if is_bounded(name) else scale_range(span, factor) for name, span in seen.items()}
 
 
-def leave_out(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
+def cut_tails(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
     """Returns a plan that loses over the samples of the calibration what the original plan loses over new ones.
 
     New samples reach beyond what a calibration saw, by about what its largest values tell of their tail. Each end of a
     range is reduced until the known samples lose as much (`Calibration.unseen_shares`): a cross-validation with one
-    model, whose steps are a little finer than in the original plan.
-    An end stays as it is where it has so much room that it would, reduced, still hold all known values.
+    model, whose steps are a little finer than in the original plan. An end stays as it is where it has so much room
+    that it would, reduced, still hold all known values.
     """
     exact = calibration.ranges["minmax"]
 

@@ -15,7 +15,7 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import assume_ranges
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
-from edgekit.quantize.plan import draft_plan, leave_out, widen_ranges
+from edgekit.quantize.plan import cut_tails, draft_plan, widen_ranges
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
@@ -293,7 +293,7 @@ def test_a_range_is_reduced_to_what_other_samples_reach(
     plan = msgspec.structs.replace(
         plan, ranges={"x": TensorRange(low=-4, high=high), "other": other}, wide={"x": wide, "constant": other}
     )
-    found = leave_out(plan, known)
+    found = cut_tails(plan, known)
     assert found.ranges == {"x": TensorRange(low=-2, high=left), "other": other}
     assert found.wide == {"x": TensorRange(low=-8, high=left), "constant": other}
     assert msgspec.structs.replace(found, ranges=plan.ranges, wide=plan.wide) == plan

@@ -447,9 +447,6 @@ def join_gelu(writer: Writer) -> None:
         return
 
 
-_GELUS = frozenset({"FastGelu", "Gelu"})
-
-
 @rewrite("join-gelu-units", {"Erf"})
 def join_gelu_units(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Fuses the parts of GELU, each between DQ and Q nodes, into one node between them, in place.
@@ -471,15 +468,15 @@ def join_gelu_units(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     refill(plain.node, [node for node in plain.node if node.op_type != "DequantizeLinear"])
     for proto in plain.node:
         proto.input[:] = [rounded.get(name, name) for name in proto.input]
-    if not rounded or not join_gelu(plain, opset):
-        return ()
+    joined = join_gelu(plain, opset) if rounded else ()
     sources = {origin: name for name, origin in rounded.items()}
-    old = {node.output[0] for node in view.nodes if node.op_type in _GELUS}
-    made = {node.output[0]: node for node in plain.node if node.op_type in _GELUS and node.output[0] not in old}
+    # The node that replaces the parts has the name of the last of them.
+    made = {node.name: node for node in plain.node if node.name in joined}
     for proto in made.values():
         proto.input[0] = sources.get(proto.input[0], proto.input[0])
-    refill(graph.node, [made.get(node.output[0], node) if node.output else node for node in graph.node])
-    return tuple(proto.name for proto in made.values())
+    if made:
+        refill(graph.node, [made.get(node.name, node) for node in graph.node])
+    return joined
 
 
 def _find_tanh(graph: Graph, tanh: Node) -> str:

@@ -5,7 +5,7 @@ the same value.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -35,7 +35,8 @@ def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ..
     return store_weights(graph, "uint8", _UNSIGNED_OPS)
 
 
-_FOUR_BITS: dict[int, str] = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}
+FOUR_BITS: Mapping[int, str] = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}
+"""The types of 4 bits, with the names of those of 8 that hold the same numbers."""
 
 
 @rewrite("eight-bit-weights", {"DequantizeLinear"})
@@ -55,11 +56,11 @@ def _write_eight_bits(writer: Writer) -> None:
     node, graph = writer.node, writer.graph
     places = [at for at in (0, 2) if node.has_input(at)]
     tensors = [known(graph.constants.get(node.input[at])) for at in places]
-    need(not node.integer("block_size", 0) and all(each.data_type in _FOUR_BITS for each in tensors))
+    need(not node.integer("block_size", 0) and all(each.data_type in FOUR_BITS for each in tensors))
     need(all(each.data_location != onnx.TensorProto.EXTERNAL for each in tensors))
     copy = writer.copy(node)
     for at, tensor in zip(places, tensors, strict=True):
-        kind, part = _FOUR_BITS[tensor.data_type], "zero" if at else "numbers"
+        kind, part = FOUR_BITS[tensor.data_type], "zero" if at else "numbers"
         if not is_absent(tensor):
             copy.input[at] = writer.constant(part, numpy_helper.to_array(tensor).astype(kind), kind)
             continue
@@ -92,7 +93,7 @@ def store_weights(graph: onnx.GraphProto, wanted: _Kind, ops: Collection[str] | 
             for made in sources
         ):
             continue
-        if np.prod(tensor.dims) and not tensor.raw_data and not tensor.int32_data:
+        if is_absent(tensor):
             # The model was loaded without its weights, for a check, which needs the type only.
             tensor.data_type = _TYPES[wanted]
         else:

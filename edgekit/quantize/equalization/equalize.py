@@ -285,7 +285,7 @@ def equalize_calibration(
         method: {names[name]: changed.get(name, seen) for name, seen in own.items()}
         for method, own in calibration.ranges.items()
     }
-    # The sample with the extreme of a tensor is taken for that of its scaled channels.
+    # What the largest values of a tensor tell of its tail is taken to hold for its scaled channels.
     shares = {names[name]: share for name, share in calibration.unseen_shares.items()}
     return msgspec.structs.replace(calibration, ranges=ranges, unseen_shares=shares)
 

@@ -17,7 +17,7 @@ from edgekit.model.model import copy_without_weights, count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 from edgekit.prepare.interface import name_nodes
 from edgekit.prepare.opset import read_opset
-from edgekit.prepare.rewrites.signs import write_uint8_activations
+from edgekit.prepare.rewrites.signs import FOUR_BITS, write_uint8_activations
 
 EXACT_PRODUCTS: Mapping[str, str] = {"session.qdq_matmulnbits_accuracy_level": "1"}
 """Keeps the products of a MatMul with 8-bit weights and float activations exact.
@@ -30,7 +30,7 @@ activations does that.
 _LARGE_BYTES = 4 << 20
 
 _INT8, _WIDE = onnx.TensorProto.INT8, frozenset({onnx.TensorProto.INT16, onnx.TensorProto.UINT16})
-_FOUR_BITS, _CASTS_4 = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4}), 21
+_CASTS_4 = 21  # the first opset with a Cast of 4 bits
 
 
 def open_quantized(path: Path) -> CpuSession:
@@ -66,7 +66,7 @@ def _write_product(writer: Writer) -> None:
     is_wide = any(zero is not None and zero.data_type in _WIDE for zero in zeros)
     is_fixed = len(node.input) == 3 and graph.constants.keys() >= {*node.input}
     # A Cast takes 4 bits from opset 21 on; ONNX Runtime's own DequantizeLinear takes them before.
-    is_castable = is_fixed and (graph.constants[node.input[0]].data_type not in _FOUR_BITS or writer.opset >= _CASTS_4)
+    is_castable = is_fixed and (graph.constants[node.input[0]].data_type not in FOUR_BITS or writer.opset >= _CASTS_4)
     if not is_wide or not is_castable or node.integer("block_size", 0) > 0:
         return
     scale, zero = (graph.weight(name) for name in node.input[1:])

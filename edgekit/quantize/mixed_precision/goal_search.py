@@ -14,7 +14,7 @@ from edgekit.quantize.mixed_precision.candidates import store_narrow
 from edgekit.quantize.mixed_precision.placement import PLACEMENT, keep_taken
 from edgekit.quantize.mixed_precision.score import EQUAL_DB
 from edgekit.quantize.mixed_precision.weights import keep_more
-from edgekit.quantize.plan import QuantPlan, leave_out, widen_ranges
+from edgekit.quantize.plan import QuantPlan, cut_tails, widen_ranges
 
 # A drop too small to be worth another plan, a tenth of a point.
 _NEGLIGIBLE = 0.001
@@ -92,7 +92,7 @@ def _tolerance(prediction: Prediction) -> float:
 def _add_headroom(choice: "_Choice") -> Prediction | None:
     """Widens all ranges if new samples would reach beyond them; returns what these are expected to lose.
 
-    The samples of the calibration never reach beyond minmax ranges, so they lose less than new ones. `leave_out` tells
+    The samples of the calibration never reach beyond minmax ranges, so they lose less than new ones. `cut_tails` tells
     how much less, by how far all samples move (`FloatReference.compare`): the few decisions that change would tell by
     chance. Ranges are widened by half a bit at a time, as long as that saves more than the coarser steps cost.
 
@@ -107,12 +107,12 @@ def _add_headroom(choice: "_Choice") -> Prediction | None:
 
     def measure_unseen(step: str, plan: QuantPlan) -> tuple[Prediction, float]:
         """Returns what new samples lose, and how much more that is than what the known ones lose now."""
-        left = leave_out(plan, search.open_draft(plan).calibration)
-        if left == chosen.plan:
+        cut = cut_tails(plan, search.open_draft(plan).calibration)
+        if cut == chosen.plan:
             return chosen.prediction, 0.0
         written = plan_search.quantize_step(search, chosen.step, chosen.plan).model
         # Where no value is cut, this is the model of the trial.
-        model = plan_search.quantize_step(search, step if left == plan else f"{chosen.step}, left out", left).model
+        model = plan_search.quantize_step(search, step if cut == plan else f"{chosen.step}, left out", cut).model
         unseen = search.measure(model)
         return unseen, search.compare(model, written) or unseen.loss() - chosen.prediction.loss()
 
