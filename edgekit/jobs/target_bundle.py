@@ -112,11 +112,12 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
     A note says what was given up, and the first reason.
 
     Raises:
-        EdgekitError: no model that starts can be made for this target.
+        EdgekitError: no model that starts can be made for this target. It is the first error of the last precision:
+            the forms of a model that are tried later fail for the same reason, or for want of the rewrites.
     """
     work.mkdir()
     strategies = _Strategies(inputs, target, job, work)
-    first, first_reason = None, ""
+    first, first_reason, errors = None, "", dict[Precision, Exception]()
     for number, strategy in enumerate(strategies.iterate()):
         first = first or strategy
         if strategies.is_hopeless(strategy):
@@ -125,6 +126,7 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
             ready = strategies.make(strategy, work / str(number))
         except FAILURES as error:
             strategies.failed = error
+            errors.setdefault(strategy.precision, error)
             first_reason = first_reason or (error.message if isinstance(error, EdgekitError) else quote_error(error))
             continue
         lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
@@ -135,14 +137,16 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         words = f"'{target.name}' makes no session of the {strategy.precision} model: {refusal}"
         hint = "edgekit check --observe MODEL shows which nodes the provider takes"
         strategies.failed = ModelError(words, hint=hint)
+        errors.setdefault(strategy.precision, strategies.failed)
         first_reason = first_reason or strategies.failed.message
-    if isinstance(failed := strategies.failed, EdgekitError):
+    failed = list(errors.values())[-1]
+    if isinstance(failed, EdgekitError):
         # A check may say where to cut the model, or which interface the provider would take.
         found = check_model(inputs.prepared, target).advice
         ends = [advice.message for advice in found if advice.id in {"cut-end", "cut-start", "float-interface"}]
         raise ModelError(failed.message, hint="; ".join((*ends, failed.hint))) if ends else failed
     words = f"no model can be made for '{target.name}': {first_reason}"
-    raise ModelError(words, hint="take its fallback") from strategies.failed
+    raise ModelError(words, hint="take its fallback") from failed
 
 
 class _Strategies:

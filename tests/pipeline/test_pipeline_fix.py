@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -14,10 +15,11 @@ from fixture_types import present
 from tiny_models import save_net
 
 from edgekit.cli.main import run_command
+from edgekit.errors import ModelError
 from edgekit.jobs.build import build
 from edgekit.jobs.build_inputs import BuildCache, BuildJob, calibrate_inputs, read_build_inputs
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
-from edgekit.jobs.target_bundle import ready_bundles
+from edgekit.jobs.target_bundle import ReadyBundle, ready_bundles
 from edgekit.model.model import load_model
 from edgekit.prepare.fix import REWRITES, apply_rewrites
 from edgekit.progress import Stopwatch, say_nothing
@@ -97,17 +99,20 @@ def test_no_fix_leaves_the_graph_and_is_recorded_in_the_manifest(
     assert "--no-fix" in (tmp_path / "out" / "swishing-nnapi" / "manifest.json").read_text()
 
 
-def test_a_graph_stays_where_a_device_refuses_its_rewrite(swishing: tuple[Path, Data], tmp_path: Path) -> None:
-    path, data = swishing
-    recipe, model = Recipe(targets=("nnapi",)), load_model(path)
+def _list_candidates(model: Path, data: Data, recipe: Recipe, folder: Path) -> Generator[ReadyBundle, str]:
+    loaded = load_model(model)
     job = BuildJob(
-        recipe=recipe, targets=load_targets(recipe), work=tmp_path / "work", staging=tmp_path / "out",
-        cache=BuildCache(folder=None), progress=say_nothing, origin=model.sha256, end=math.inf, watch=Stopwatch(),
+        recipe=recipe, targets=load_targets(recipe), work=folder / "work", staging=folder / "out",
+        cache=BuildCache(folder=None), progress=say_nothing, origin=loaded.sha256, end=math.inf, watch=Stopwatch(),
         memo=Memo(),
     )  # fmt: skip
     job.work.mkdir()
-    inputs = calibrate_inputs(read_build_inputs(model, data, job), job)
-    candidates = ready_bundles(inputs, job.targets[0], job, tmp_path / "nnapi")
+    inputs = calibrate_inputs(read_build_inputs(loaded, data, job), job)
+    return ready_bundles(inputs, job.targets[0], job, folder / "nnapi")
+
+
+def test_a_graph_stays_where_a_device_refuses_its_rewrite(swishing: tuple[Path, Data], tmp_path: Path) -> None:
+    candidates = _list_candidates(*swishing, Recipe(targets=("nnapi",)), tmp_path)
     assert "rewritten for it" in next(candidates).notes[0]
     second = candidates.send("the driver refuses it")
     told = "left as it is, because 'nnapi' makes no session of the int8 model: the driver refuses it"
@@ -116,6 +121,17 @@ def test_a_graph_stays_where_a_device_refuses_its_rewrite(swishing: tuple[Path, 
     assert not any("rewritten for it" in note for note in second.notes)
     assert "HardSwish" in {node.op for node in second.contents.check.node_list}
     assert candidates.send("again").notes[0].startswith("quantized with exact ranges and plain rounding, because")
+
+
+def test_a_model_of_which_nothing_starts_tells_why_its_best_form_failed(
+    swishing: tuple[Path, Data], tmp_path: Path
+) -> None:
+    candidates = _list_candidates(*swishing, Recipe(targets=("nnapi",), precision="int8"), tmp_path)
+    next(candidates)
+    candidates.send("the driver refuses it")
+    candidates.send("left as it is, it runs out of memory")
+    with pytest.raises(ModelError, match="session of the int8 model: the driver refuses it"):
+        candidates.send("so it does with plain rounding")
 
 
 # Along one axis, so that NNAPI takes the layers by a rewrite only; what mirrors the edges would stop the session.
