@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,7 @@ gc.set_threshold(10_000, 20, 20)
 
 TARGETS = Path(__file__).parents[1] / "targets"
 SLOW_FIXTURES = frozenset({"arm_runner", "browser", "demo_build", "host_runner", "tutorial"})
+_EMULATED = re.compile(r'\[\[verification\]\]\ndevice = "(?:android|arm64)"\nform = "\w+"\nsamples = \d+\n')
 CANNOT_RUN_IN_CI = (
     "ios-sim is not installed",
     "labgrid is not installed",
@@ -164,6 +166,19 @@ def make_once(tmp_path_factory: pytest.TempPathFactory) -> MakeOnce:
                 with staged_folder(folder) as staging:
                     fill(staging)
         return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def without_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Returns a target that is verified without emulated 64-bit Arm, on which the tests verify the demo."""
+
+    def make(target: str) -> str:
+        folder = tmp_path_factory.mktemp("targets") / target
+        shutil.copytree(TARGETS / target, folder)
+        (folder / "target.toml").write_text(_EMULATED.sub("", (folder / "target.toml").read_text()))
+        return str(folder)
 
     return make
 

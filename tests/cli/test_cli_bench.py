@@ -7,6 +7,10 @@ from demo_paths import MODEL
 from fixture_types import Answer, Refused, Shown
 from tiny_models import parse_model
 
+from edgekit.bench.subject import Opening, open_pair
+from edgekit.devices.find import find_device
+from edgekit.target import load_target
+
 pytestmark = pytest.mark.slow
 
 KEYS = {
@@ -31,26 +35,27 @@ def test_the_json_of_bench_has_its_documented_keys(answer: Answer) -> None:
     assert (run["iterations"], run["threads"]) == (10, 1)
 
 
-def test_bench_compares_two_models_in_alternation(tmp_path: Path, shown: Shown) -> None:
-    file = tmp_path / "bench.md"
-    assert "B (" in shown([*BENCH, "--against", str(MODEL), "--seconds", "0.1", "--markdown", str(file)])
+def test_bench_compares_two_models_in_alternation_each_with_its_own_sizes(
+    tmp_path: Path, demo_bundles: Path, shown: Shown, refused: Refused
+) -> None:
+    first, second = (
+        parse_model(f"agraph (float[{size}] x) => (float[{size}] y) {{ y = Abs(x) }}", tmp_path / f"{name}.onnx")
+        for name, size in (("net_open", "n,4"), ("fixed", "2,4"))
+    )
+    bench, file = ["bench", "--on", "host", "--runs", "3", "-q", "--dim", "n=2"], tmp_path / "bench.md"
+    pair = [str(first), "--against", str(second), "--target", "cpu"]
+    assert "B (" in shown([*bench, *pair, "--markdown", str(file)])
     title, *_, last = file.read_text().splitlines()
-    assert title == f"### ✅ {MODEL.name} against {MODEL.name}".replace("_", "\\_")
+    assert title == "### ✅ net\\_open.onnx against fixed.onnx"
     assert "B (" in file.read_text().replace("\\", "")
     assert last == ""
-
-
-def test_each_subject_takes_its_own_sizes(tmp_path: Path, demo_bundles: Path, answer: Answer, refused: Refused) -> None:
-    paths = [
-        parse_model(f"agraph (float[{size}] x) => (float[{size}] y) {{ y = Abs(x) }}", tmp_path / f"{name}.onnx")
-        for name, size in (("open", "n,4"), ("fixed", "2,4"))
-    ]
-    bench = ["bench", "--on", "host", "--runs", "3", "-q", "--dim", "n=2"]
-    for first, second in (paths, (demo_bundles / "digits_mobilenet-cpu", paths[0])):
-        report = answer([*bench, str(first), "--against", str(second), "--target", "cpu"])
-        assert report["comparisons"][0]["failure"] is None
-    told = refused(*bench, "--dim", "m=2", *map(str, (paths[0], "--against", paths[1])))
-    assert "no dynamic dimension 'm'" in told
+    assert "no dynamic dimension 'm'" in refused(*bench, "--dim", "m=2", *pair)
+    # The sizes of a bundle are fixed, and it has a target.
+    opening = Opening(target="cpu", dims={"n": 2})
+    bundle, model = open_pair(demo_bundles / "digits_mobilenet-cpu", first, tmp_path / "work", opening)
+    host = find_device("host", load_target("cpu"))
+    assert [sample["x"].shape for sample in model.job_for(host).samples] == [(2, 4)]
+    assert bundle.job_for(host).samples.count == 1
 
 
 def test_a_missing_device_gives_exit_code_1(answer: Answer) -> None:
