@@ -121,8 +121,9 @@ HONEST: dict[bytes, tuple[DeviceRun, list[Tensors]]] = {}
 EMULATED = [pytest.param(name, marks=pytest.mark.long) for name in ("arm64:native", "android")]
 
 
-@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64", "ios-sim", *EMULATED])
+@pytest.mark.parametrize("name", ["emulated", "qnn-htp-sim", "android:x86_64", "ios-sim", *EMULATED])
 def test_every_installed_emulator_passes_its_self_test(name: str) -> None:
+    # That of the host is in tests/cli/test_cli_bench.py.
     served = serve_device(name)
     for _, target in served:
         require_device(name, target)
