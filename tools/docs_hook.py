@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from docs_messages import render_messages
 from docs_reference import render_reference
 from docs_targets import ROOT, render_target
+from docs_texts import list_messages
 
 _TARGET = re.compile(r"<!-- target (\w+) -->")
 
@@ -20,7 +21,11 @@ _TARGET = re.compile(r"<!-- target (\w+) -->")
 def on_files(files: Any, config: Any) -> Any:
     """Adds the reference, all messages, and for each target the notes on the sources of its facts."""
     notes = {f"targets/{path.parent.name}-notes.md": path.read_text() for path in ROOT.glob("targets/*/NOTES.md")}
-    for path, text in {**render_reference(), "reference/messages.md": render_messages(), **notes}.items():
+    for path, text in {
+        **render_reference(),
+        "reference/messages.md": render_messages(list_messages()),
+        **notes,
+    }.items():
         files.append(File.generated(config, path, content=text))
     return files
 

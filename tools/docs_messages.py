@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from docs_texts import Message, list_messages
+from docs_texts import Message
 
 from edgekit import errors
 
@@ -57,9 +57,8 @@ ROOMS: Mapping[str, tuple[str, str]] = {
 """The subpackages of edgekit in the order of the page: the heading of each, and the page that says more."""
 
 
-def render_messages() -> str:
-    """Returns the page."""
-    messages = list_messages()
+def render_messages(messages: Sequence[Message]) -> str:
+    """Returns the page of all messages."""
     lines = [_HEAD, *_render_kinds(messages)]
     for room, (title, page) in ROOMS.items():
         lines += _render_room([message for message in messages if message.room == room], title, page)

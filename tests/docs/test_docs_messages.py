@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from doc_pages import PAGES, ROOT
+from fixture_types import MakeOnce
 
 from edgekit.cli.main import run_command
 from edgekit.prepare.fix import REWRITES
@@ -45,15 +47,24 @@ def _list_texts(nodes: list[ast.AST]) -> set[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def messages(make_once: MakeOnce) -> tuple[Message, ...]:
+    """All messages: to read the code takes seconds, and each worker would do it."""
+
+    def write(folder: Path) -> None:
+        (folder / "messages.json").write_bytes(msgspec.json.encode(list_messages()))
+
+    text = (make_once("messages", write) / "messages.json").read_bytes()
+    return msgspec.json.decode(text, type=tuple[Message, ...])
+
+
 def test_the_page_quotes_messages() -> None:
     assert len(_QUOTED) > 50
     assert len(set(_QUOTED)) == len(_QUOTED)
 
 
-def test_quoted_messages_are_those_of_the_code() -> None:
-    """In one test: to read the code takes seconds, and each worker would do it."""
-    texts, _ = _read_sources()
-    texts = texts | {message.text for message in list_messages()}
+def test_quoted_messages_are_those_of_the_code(messages: tuple[Message, ...]) -> None:
+    texts = _read_sources()[0] | {message.text for message in messages}
     reworded = "there is no such model file '…'"
     assert [quoted for quoted in (*_QUOTED, reworded) if not any(quoted in text for text in texts)] == [reworded]
 
@@ -90,19 +101,19 @@ def _list_literals(nodes: list[ast.AST]) -> Iterator[str]:
             )
 
 
-def test_every_error_has_a_row() -> None:
-    page, (_, written) = render_messages(), _read_sources()
+def test_every_error_has_a_row(messages: tuple[Message, ...]) -> None:
+    page, (_, written) = render_messages(messages), _read_sources()
     assert len(written) > 400
     assert {text for text in written if text.replace("|", "\\|") not in page} == set()
-    assert {message.room for message in list_messages()} <= set(ROOMS)
+    assert {message.room for message in messages} <= set(ROOMS)
     assert "- `libcdsprpc.so, which reaches the NPU, is not there`" in page
 
 
 def test_what_a_command_prints_has_a_row_with_its_next_step(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    messages: tuple[Message, ...], work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(work)
-    texts = [re.escape(each.text).replace("…", ".+") for each in list_messages() if each.kind]
+    texts = [re.escape(each.text).replace("…", ".+") for each in messages if each.kind]
     rows = [re.compile(f"{text} \\(.*") for text in texts]
     for line in (
         "check missing.onnx",
