@@ -33,16 +33,30 @@ from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.float_graph import range_source, read_float_graph
-from edgekit.quantize.mixed_precision.candidates import Draft, find_float_constants, judge_plan, store_narrow
+from edgekit.quantize.mixed_precision.candidates import (
+    Draft,
+    find_float_constants,
+    judge_plan,
+    place_draft,
+    store_narrow,
+)
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.relief import fit_inputs, relieve_tensors
 from edgekit.quantize.mixed_precision.score import (
     SWITCHES,
     switch_activations,
 )
-from edgekit.quantize.mixed_precision.sensitivity import Bound, Noises, rank_activations, rank_plan, search_spans
+from edgekit.quantize.mixed_precision.sensitivity import (
+    Bound,
+    Noises,
+    TensorError,
+    rank_activations,
+    rank_plan,
+    search_spans,
+)
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.quantize.qdq import build_qdq
+from edgekit.quantize.ranges import scale_range
 from edgekit.target import Precision, load_target
 
 ACTIVATIONS = {
@@ -287,15 +301,16 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     calibration, plan = plan_model(net, tmp_path, "nnapi", random_samples(net, count=32))
     draft = Draft(graph=read_float_graph(net), calibration=calibration, plan=plan)
     graph, qdq = draft.graph, build_qdq(draft.graph, plan, draft.statistics, "m")
-    known: Noises = {}
+    known: dict[str, Noises] = {}
     bound = Bound(worst=3, most=21, samples=4, guesses={})
     some = rank_activations(draft, qdq, bound=bound, known=known)
     assert rank_activations(draft, qdq, bound=bound, known=known) == some
     every = rank_activations(draft, qdq)
     known.clear()
     assert rank_activations(draft, qdq, known=known) == every
-    assert len(known) >= 6 * len(every)
-    known |= {key: powers * [1, 4] for key, powers in known.items()}
+    (found,) = known.values()
+    assert len(found) >= 6 * len(every)
+    found |= {key: powers * [1, 4] for key, powers in found.items()}
     four_times = rank_activations(draft, qdq, known=known)
     assert [each.sqnr_db for each in four_times[:5]] == pytest.approx(
         [each.sqnr_db - 6.02 for each in every[:5]], abs=0.011
@@ -303,6 +318,29 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     assert len(every) > len(some) > 3
     assert {error.name for error in some} == {range_source(graph, error.name) for error in every}
     assert some[0].name == every[0].name
+
+
+def test_what_one_target_measured_is_known_to_others_that_quantize_alike_what_is_compared(tmp_path: Path) -> None:
+    text = """g (float[1,16] x) => (float[1,16] y) {
+        a = MatMul(x, v) b = Relu(a) l = MatMul(b, w) y = Softmax(l) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"v": (16, 16), "w": (16, 16)})
+    calibration = calibrate_model(model, random_samples(model, count=32), work=tmp_path / "work")
+    graph, runs, counts = read_float_graph(model), dict[str, Noises](), dict[str, int]()
+
+    def rank(target: str, known: dict[str, Noises], factor: float = 1.0) -> tuple[TensorError, ...]:
+        plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
+        ranges = {name: scale_range(span, factor) for name, span in plan.ranges.items()}
+        plan = msgspec.structs.replace(plan, ranges=ranges)
+        draft = Draft(graph=graph, calibration=calibration, plan=plan).use_unsigned()
+        bound = Bound(worst=3, most=99, samples=4, guesses={})
+        return rank_activations(draft, place_draft(draft), bound=bound, known=known)
+
+    for target in ("cpu", "qnn", "xnnpack"):
+        assert rank(target, runs) == rank(target, {})
+        counts[target] = sum(map(len, runs.values()))
+    # The Softmax behind the compared logits has another scale on qnn, and stays float on xnnpack.
+    assert counts["cpu"] == counts["qnn"] == counts["xnnpack"] > 0
+    assert rank("cpu", runs, 0.5) == rank("cpu", {}, 0.5) != rank("cpu", runs)
 
 
 @pytest.mark.parametrize("worst", [3, 80])
@@ -313,8 +351,9 @@ def test_a_ranking_takes_three_runs_for_each_activation_or_eleven_for_each_sough
     calibration, plan = plan_model(model, tmp_path, "qnn", random_samples(model, count=32))
     draft = Draft(graph=read_float_graph(model), calibration=calibration, plan=plan)
     qdq = build_qdq(draft.graph, plan, draft.statistics, "m")
-    runs: Noises = {}
-    found = rank_activations(draft, qdq, bound=Bound(worst=worst, most=999, samples=4, guesses={}), known=runs)
+    known: dict[str, Noises] = {}
+    found = rank_activations(draft, qdq, bound=Bound(worst=worst, most=999, samples=4, guesses={}), known=known)
+    (runs,) = known.values()
     assert len(found) == 42
     assert len(runs) <= (3 * len(found) if worst > len(found) else 11 * worst + 1)
     # The worst are judged by all samples.

@@ -78,7 +78,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         judged: the judgement of each draft.
         ranked: the noise of each tensor of a plan, worst first (`rank_tensors`).
-        noises: what rankings of a plan measured so far (`Noises`).
+        noises: what rankings measured so far (`Noises`), by a digest of their session.
         weights: the noise of each weight of a plan (`rank_weights`).
         budget: the time that is left for searches.
     """

@@ -259,8 +259,7 @@ def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1)
     """
     unsigned, effort = draft.use_unsigned(), draft.effort
     worst = next(each for each in _RANKED if each >= count)
-    measured = candidates.digest_draft(unsigned)
-    key = f"{measured}.{worst}"
+    key = f"{candidates.digest_draft(unsigned)}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
     # A choice, to save time. With two samples a line recognizer kept 7.6 dB without its 20 worst tensors in 8 bits,
@@ -273,8 +272,7 @@ def rank_tensors(draft: candidates.Draft, memo: candidates.Memo, count: int = 1)
         scale = plan.grids[name].scale if name in plan.grids else step
         guesses[name] = min(1.0, scale / max(span.high - span.low, _TINY))
     bound = Bound(worst=worst, most=int(effort.runs * RANKED_SHARE), samples=samples, guesses=guesses)
-    known = memo.noises.setdefault(measured, {})
-    errors = rank_activations(draft, candidates.place_draft(unsigned), memo.budget, bound=bound, known=known)
+    errors = rank_activations(draft, candidates.place_draft(unsigned), memo.budget, bound=bound, known=memo.noises)
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)
     noise: dict[str, float] = {}

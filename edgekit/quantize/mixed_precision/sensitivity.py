@@ -7,6 +7,7 @@ the nodes after the cut are run.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import islice, pairwise, takewhile
 
@@ -15,10 +16,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from edgekit._files import digest_bytes
+from edgekit._ort import CpuSession
 from edgekit.machine import map_in_order, release_memory
-from edgekit.model.model import Model, refill
+from edgekit.model.model import Model, copy_without_weights, refill
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import Array, Tensors
+from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -214,7 +218,7 @@ def rank_activations(
     budget: Budget = NO_LIMIT,
     *,
     bound: Bound | None = None,
-    known: Noises | None = None,
+    known: dict[str, Noises] | None = None,
 ) -> tuple[TensorError, ...]:
     """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
@@ -222,8 +226,8 @@ def rank_activations(
     of many the worst are searched by bisection (`search_spans`). Then activations are halved, and samples doubled, so
     that the worst are judged by all (sequential halving, Z. Karnin, T. Koren and O. Somekh 2013). Chance misplaces an
     activation only among others of about the same noise, and the less noise they make, the less it matters. Activations
-    for which the budget leaves no time come last. `known` holds what earlier rankings of the same graph measured, and
-    is filled.
+    for which the budget leaves no time come last. `known` holds what earlier rankings measured, also for other targets,
+    by a digest of their session, and is filled.
 
     Raises:
         UsageError: the statistics are gone.
@@ -275,7 +279,9 @@ class Switched:
     """The session that measures all activations, or all weights: its graph has a switch for each.
 
     `switched` maps each activation, or the output of each layer, to the first tensor that its switch changes. A run
-    starts at the last cut before the first of these. The first `most` held-out samples are read.
+    starts at the last cut before the first of these. The first `most` held-out samples are read. Targets often quantize
+    the activations before the compared tensors in the same way: their sessions are equal, so that what one measured is
+    `known` to the other, which opens its session only if something is missing.
     """
 
     def __init__(
@@ -285,7 +291,7 @@ class Switched:
         switched: Mapping[str, str],
         most: int,
         budget: Budget = NO_LIMIT,
-        known: Noises | None = None,
+        known: dict[str, Noises] | None = None,
     ) -> None:
         graph, held = draft.graph, [*islice(read_held_out(draft.statistics), most)]
         self.count = len(held)
@@ -293,8 +299,10 @@ class Switched:
         self._outputs = tuple(dict.fromkeys(self._shown.values()))
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
+        # What follows the compared tensors makes no noise in them, and may differ between targets.
+        drop_idle_nodes(proto.graph)
         places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
-        self._places = [places[name] for name in switched.values()]
+        self._places = [places.get(name, len(places)) for name in switched.values()]
         sources = {other: name for name, other in switched.items()}
 
         def find_shape(name: str) -> tuple[int, ...] | None:
@@ -305,8 +313,8 @@ class Switched:
         nest_parts(proto, self._cuts, find_shape)
         self._fed = {name: find_shape(name) or () for each in self._cuts for name in each.fed}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
-        self._session = open_graph(proto, graph.folder, keep_float_weights=True)
-        self._held, self._noises = held, {} if known is None else known
+        self._proto, self._folder = proto, graph.folder
+        self._held, self._noises = held, {} if known is None else known.setdefault(_digest_session(draft, proto), {})
         self._at_once = count_side_by_side(graph)
         self._floats: dict[int, Tensors] = {}
         self._losses: dict[int, list[Callable[[Array], Array]]] = {}
@@ -316,8 +324,10 @@ class Switched:
         """Yields the ratio in dB over the first `count` samples for each quantized span, while time is left."""
         began, samples = time.monotonic(), range(count)
         for sample in samples:
-            self._feed(sample)
-            if sample not in self._losses:
+            if sample not in self._losses and any(
+                (span.start, span.stop, sample) not in self._noises for span in spans
+            ):
+                self._feed(sample)
                 expected = self._held[sample][1]
                 self._losses[sample] = [measure_loss(each, expected[each.tensor]) for each in self._shown]
 
@@ -337,6 +347,10 @@ class Switched:
             lost = zip(self._losses[sample], self._shown.values(), strict=True)
             self._noises[key] = np.stack([measure(found[name]) for measure, name in lost])
         return self._noises[key]
+
+    @cached_property
+    def _session(self) -> CpuSession:
+        return open_graph(self._proto, self._folder, keep_float_weights=True)
 
     def _feed(self, sample: int) -> Tensors:
         """Returns the tensors across the cuts in the float model, which are computed once for each sample."""
@@ -358,3 +372,11 @@ class Switched:
         starts = [index for index, cut in enumerate(self._cuts) if cut.start <= start]
         parts[starts[-1:]] = True
         return self._session.run({**inputs, SWITCHES: switches, **({PARTS: parts} if self._cuts else {})}, outputs)
+
+
+def _digest_session(draft: Draft, proto: onnx.ModelProto) -> str:
+    """Returns a digest of all that what a session with switches computes depends on; weights follow from the model."""
+    calibration, light = draft.calibration, copy_without_weights(proto)
+    light.graph.initializer.extend(each for each in proto.graph.initializer if each.name not in draft.graph.constants)
+    facts = calibration.model_sha256, calibration.samples_sha256, calibration.outputs, draft.plan.factors
+    return digest_bytes(msgspec.json.encode(facts, order="sorted") + light.SerializeToString(deterministic=True))
