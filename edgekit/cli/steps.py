@@ -364,7 +364,7 @@ def _show_conversion(report: ConvertReport) -> None:
             if fate.op not in _UNINFORMATIVE_OPS and fate.became != {fate.op: fate.count}:
                 show_line(f"  {fate.sentence}")
         for node in report.unfused.get(form, ()):
-            show_line(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
+            show_line(f"  {node.sentence}")
         if form in report.equality:
             show_line(f"  {_describe_equality(report.equality[form])}")
         for trait in report.host_traits.get(form, ()):

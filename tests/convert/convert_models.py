@@ -52,22 +52,25 @@ def make_float(path: Path) -> Model:
     return save_text(path, graph, weights)
 
 
-def make_qdq(path: Path, activation: str = "uint8", weight: str = "int8", between: str = "") -> Model:
+def make_qdq(
+    path: Path, activation: str = "uint8", weights: tuple[str, str] = ("int8", "int8"), between: str = ""
+) -> Model:
     """Returns a model of two quantized Conv nodes, each followed by the operator `between` before its Q node."""
     rng = np.random.default_rng(2)
     zero = np.array(128 if activation == "uint8" else 0, activation)
-    weights: dict[str, Array] = {"s": np.array(0.05, np.float32), "z": zero, "wz": np.array(0, weight)}
+    values: dict[str, Array] = {"s": np.array(0.05, np.float32), "z": zero}
     nodes = ["[x_q] x_q = QuantizeLinear(x, s, z) [x_dq] x_dq = DequantizeLinear(x_q, s, z)"]
     source = "x_dq"
-    for index in (1, 2):
-        weights[f"w{index}"] = rng.integers(0 if weight == "uint8" else -60, 60, (3, 3, 1, 1)).astype(weight)
-        nodes += [f"[w{index}_dq] w{index}_dq = DequantizeLinear(w{index}, s, wz)"]
+    for index, weight in enumerate(weights, 1):
+        values[f"{weight}_zero"] = np.array(0, weight)
+        values[f"w{index}"] = rng.integers(0 if weight == "uint8" else -60, 60, (3, 3, 1, 1)).astype(weight)
+        nodes += [f"[w{index}_dq] w{index}_dq = DequantizeLinear(w{index}, s, {weight}_zero)"]
         nodes += [f"[conv{index}] c{index} = Conv({source}, w{index}_dq)"]
         nodes += [f"[{between}{index}] r{index} = {between}(c{index})"] if between else []
         source = "y" if index == 2 else f"d{index}"
         nodes += [f"[q{index}] q{index} = QuantizeLinear({'r' if between else 'c'}{index}, s, z)"]
         nodes += [f"[dq{index}] {source} = DequantizeLinear(q{index}, s, z)"]
-    return save_text(path, f"(float[1,3,4,4] x) => (float[1,3,4,4] y) {{ {' '.join(nodes)} }}", weights)
+    return save_text(path, f"(float[1,3,4,4] x) => (float[1,3,4,4] y) {{ {' '.join(nodes)} }}", values)
 
 
 def make_branches(path: Path) -> Model:

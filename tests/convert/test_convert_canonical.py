@@ -366,10 +366,19 @@ def test_the_census_is_what_runs(tmp_path: Path, options: OrtOptions, between: s
 
 
 def test_int8_that_did_not_stick_is_an_error_with_names(tmp_path: Path) -> None:
-    model = make_qdq(tmp_path / "m.onnx", activation="int8", weight="uint8")
+    model = make_qdq(tmp_path / "m.onnx", activation="int8", weights=("uint8", "uint8"))
     with pytest.raises(ModelError, match=r"2 nodes of 'model.runtime.ort' .* 'conv1' \(Conv\), 'conv2' \(Conv\)"):
         convert_model(model, all_forms(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_single_layer_without_a_kernel_runs_in_float_and_is_told(tmp_path: Path) -> None:
+    """Models that other tools quantized have such layers."""
+    model = make_qdq(tmp_path / "m.onnx", activation="int8", weights=("int8", "uint8"))
+    converted = convert_model(model, all_forms(), tmp_path / "out")
+    told = [node.sentence for node in converted.unfused["runtime"]]
+    assert told == ["'conv2' (Conv) has quantized types that no kernel takes"]
+    assert converted.census["runtime"]["QLinearConv"] == 1
 
 
 def test_a_float_activation_in_between_is_told_apart(tmp_path: Path) -> None:

@@ -105,4 +105,4 @@ def test_a_target_asks_for_the_rewrites_of_its_weights_in_blocks_and_of_its_floa
     assert {"bounded-exp", "split-lstm"} <= {*list_required(qnn, stays_float=True)} - {*list_required(qnn)}
     assert list_required(load_target("nnapi")) == ("half-to-float", "double-to-float")
     assert list_required(load_target("coreml")) == ()
-    assert list_required(xnnpack, stays_float=True) == ("exact-resize",)
+    assert list_required(xnnpack, stays_float=True) == ("half-to-float", "exact-resize")

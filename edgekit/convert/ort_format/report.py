@@ -232,6 +232,12 @@ class UnfusedNode(msgspec.Struct, frozen=True, kw_only=True):
     op: str
     activation: str
 
+    @property
+    def sentence(self) -> str:
+        """Why the node runs in float."""
+        because = f"keeps a float {self.activation}" if self.activation else "has quantized types that no kernel takes"
+        return f"'{self.name}' ({self.op}) {because}"
+
 
 def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
     """Returns the nodes that remain after a session has replayed the saved optimisations.
