@@ -13,7 +13,7 @@ import onnx
 from edgekit.check.macs import assume_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
-from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, NCHWC_DOMAIN, ORT_DOMAIN, is_own
+from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, is_own
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
 from edgekit.graph.match import find_infinite_tensors
 from edgekit.graph.rewrite import Rewrite
@@ -345,13 +345,8 @@ def _find_double(case: Case) -> Iterator[Finding]:
 
 def _find_fatal(case: Case) -> Iterator[Finding]:
     for node in case.nodes:
-        if node.domain == NCHWC_DOMAIN:
-            yield Finding(nodes=(node.name,), word=f"{node.op}: {_BLOCKED}")
-        elif node.fatal:
+        if node.fatal:
             yield Finding(nodes=(node.name,), word=node.reasons[0] if node.reasons else node.op)
-
-
-_BLOCKED = "ONNX Runtime wrote it as it optimized the model for the CPU of one PC. Give the model as it was before"
 
 
 ADVISERS: tuple[Adviser, ...] = (

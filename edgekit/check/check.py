@@ -15,7 +15,7 @@ from edgekit.check.rules.rulebook import Op, Rule, RuleBook, derive_settings, lo
 from edgekit.check.rules.rules import Forms, Subject
 from edgekit.check.rules.units import SELECTORS, Unit, group_units, narrow_operands
 from edgekit.evidence import Evidence
-from edgekit.graph.constants import ORT_DOMAIN
+from edgekit.graph.constants import NCHWC_DOMAIN, ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
@@ -120,6 +120,9 @@ def check_graph(
     return tuple(_check_nodes(assume_sizes(graph), _Judge(book=book, settings=known), blocked))
 
 
+_BLOCKED = "ONNX Runtime wrote it as it optimized the model for the CPU of one PC. Give the model as it was before"
+
+
 class _Known(msgspec.Struct, frozen=True, kw_only=True):
     """What the rules say of an operator under the settings: its entries, and the rules that may hold for its nodes."""
 
@@ -147,6 +150,8 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         book, node = self.book, unit.node
         if self._is_unknown(node):
             return ()
+        if node.domain == NCHWC_DOMAIN:
+            return (Refusal(reason=_BLOCKED, fatal=True),)
         known, alone = self._find_known(node), book.provider.alone
         ops = known.ops
         if not ops:
@@ -241,7 +246,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
         taken, alone = partition is not None, unit.node.name == node.name
         # Custom operators come with a library, and the list of ONNX's is that of one version.
         is_left = not (taken or book.provider.alone) and node.domain.startswith(ORT_DOMAIN)
-        is_lost = is_left and (node.domain, node.op_type) not in _list_kernels()
+        is_lost = is_left and node.domain != NCHWC_DOMAIN and (node.domain, node.op_type) not in _list_kernels()
         reasons = ["the CPU provider, to which it is left, has no kernel for it on each processor"] if is_lost else []
         reasons += [refusal.reason for refusal in refusals[at]]
         reasons += [placement.reasons[at]] if at in placement.reasons else []

@@ -8,7 +8,7 @@ from check_models import check_file, quantized_net, save_text
 from onnx import parser
 from onnxruntime.quantization import QuantType
 
-from edgekit.check.report import Advice
+from edgekit.check.report import Advice, find_stopping
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
 
@@ -239,6 +239,8 @@ def test_a_model_in_the_layout_of_one_pc_is_refused_on_all_targets(tmp_path: Pat
     report = check_file(path, target)
     assert (report.verdict, report.is_refused) == ("no", True)
     assert [node.fatal for node in report.node_list] == [False, True, True, True]
+    # A build, which stops there, says the same.
+    assert find_stopping(report)[1].endswith("for the CPU of one PC. Give the model as it was before")
     told = [advice for advice in report.advice if advice.id == "session-fails"]
     assert all(each.message.endswith("for the CPU of one PC. Give the model as it was before") for each in told)
     assert {name for each in told for name in each.nodes} == {node.name for node in report.node_list[1:]}
