@@ -13,7 +13,7 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import run_process
 from edgekit.check.macs import count_macs, count_unsized
-from edgekit.check.report import CheckReport, PlacedNodes, Verdict, count_of
+from edgekit.check.report import VERDICTS, CheckReport, PlacedNodes, Verdict, count_of
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.evidence import Evidence
 from edgekit.graph.constants import ML_DOMAIN
@@ -94,7 +94,7 @@ def recommend_target(
 def rank_report(report: CheckReport) -> tuple[int, float, float, int, int]:
     """Returns the sort key of reports; more is better."""
     # From the most important to the least: verdict, work, memory traffic, copies, and strength of evidence.
-    verdict = ("no", "maybe", "yes").index(report.verdict)
+    verdict = VERDICTS.index(report.verdict)
     evidence = list(Evidence).index(Evidence(report.evidence))
     return verdict, report.taken_macs, report.taken_bytes, -report.crossings, -evidence
 

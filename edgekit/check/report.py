@@ -6,7 +6,7 @@ The prepared model is checked. The report also lists the nodes of the user's own
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -21,6 +21,8 @@ from edgekit.prepare.shapes import fix_dims
 from edgekit.serialize import NotebookPage, fill
 
 Verdict = Literal["yes", "maybe", "no"]
+VERDICTS: Final[tuple[Verdict, ...]] = ("no", "maybe", "yes")
+"""From the worst to the best."""
 Fate = Literal["kept", "rewritten", "fused", "folded", "removed"]
 
 # Chosen by hand. ONNX Runtime's checker wants 75 % and 50 % of the nodes (usability_checker.py). These are shares of

@@ -75,7 +75,7 @@ def prepare_command(
         ),
     ],
     custom_ops: options.CustomOps,
-    dequantize: Annotated[bool, Option("Make a dynamically quantized model float, for other targets than the CPU.")],
+    dequantize: Annotated[bool, Option("Make a quantized model float, for targets that do not take its form.")],
     fix: Annotated[
         bool,
         Option("Apply the rewrites that check calls automatic (the default).", words="--fix/--no-fix", default=True),

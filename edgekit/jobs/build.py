@@ -107,15 +107,16 @@ def build(
             watch=watch,
             memo=msgspec.structs.replace(cache.memo, budget=Budget()),
         )
-        inputs, results = _build_all(read_build_inputs(original, data, job), job, verify=verify)
+        inputs = read_build_inputs(original, data, job)
+        calibration, results = _build_all(inputs, job, verify=verify)
         facts, feeds = inputs.samples.facts, inputs.state.feeds
-        warnings = [*warn_if_random(inputs.source), *(warn_if_few(facts) if inputs.calibration else facts.warnings)]
+        warnings = [*warn_if_random(inputs.source), *(warn_if_few(facts) if calibration else facts.warnings)]
         if feeds and inputs.state.steps == 1:
             pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
             first = f"the model has state ({pairs}), and each sample ran as a first step"
             warnings.insert(0, f"{first}: --steps N runs sequences of N")
-        if isinstance(inputs.calibration, Calibration):
-            warnings += inputs.calibration.notes
+        if isinstance(calibration, Calibration):
+            warnings += calibration.notes
         report = BuildReport(
             model=inputs.source.name,
             sha256=job.origin,
@@ -143,26 +144,31 @@ def build(
     return report
 
 
-def _build_all(inputs: BuildInputs, job: BuildJob, *, verify: bool) -> tuple[BuildInputs, list[_Finished]]:
-    """Returns the inputs, calibrated if a target needs that, and the result for each target.
+def _build_all(
+    inputs: BuildInputs, job: BuildJob, *, verify: bool
+) -> tuple[Calibration | ModelError | None, list[_Finished]]:
+    """Returns the calibration, None if no target needs one, and the result for each target.
 
     A bundle is written and verified while the next target is planned. Targets that are not quantized come first, before
     the calibration, so that their verification starts early: most emulators keep only one core busy.
     """
     results: dict[str, _Finished] = {}
     verifying: dict[str, tuple[Future[_Finished], _Candidates, Target]] = {}
-    order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), *_rank(target)))
+    forms = {target.name: inputs.choose_form(target) or inputs for target in job.targets}
+    order = sorted(job.targets, key=lambda each: (job.plans_for(each, forms[each.name].floats), *_rank(each)))
     write_lock = Lock()
     finish = partial(_finish, job=job, verify=verify, write_lock=write_lock)
     planned_share = 1 / 2 if verify else 1.0
     with in_background(finish, _AT_ONCE, _MORE_AT_THE_END) as begin:
         for targets_left, target in zip(range(len(order), 0, -1), order, strict=True):
-            if job.plans_for(target, inputs.floats):
+            form = forms[target.name]
+            if job.plans_for(target, form.floats):
                 # Calibrating while layers are compared would take too much memory.
                 with write_lock:
-                    inputs = calibrate_inputs(inputs, job)
+                    calibrated = calibrate_inputs(form, job)
+                forms |= {name: calibrated for name, each in forms.items() if each.is_quantized == form.is_quantized}
             limited = job.limit_planning(planned_share * job.seconds_left(targets_left))
-            candidates = ready_bundles(inputs, target, limited, job.work / target.name)
+            candidates = ready_bundles(forms[target.name], target, limited, job.work / target.name)
             ready = _ready_target(candidates, target, job, "")
             # Freed memory would otherwise stay with this process while emulators need it.
             release_memory()
@@ -186,7 +192,8 @@ def _build_all(inputs: BuildInputs, job: BuildJob, *, verify: bool) -> tuple[Bui
             else:
                 finished = _Finished(built=ready)
         results[name] = finished
-    return inputs, [results[target.name] for target in job.targets]
+    calibration = next((form.calibration for form in forms.values() if form.calibration is not None), None)
+    return calibration, [results[target.name] for target in job.targets]
 
 
 def _rank(target: Target) -> tuple[bool, bool]:

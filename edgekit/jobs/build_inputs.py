@@ -1,45 +1,52 @@
 """The inputs of a build: the prepared model with its samples, once for all targets, and rewritten for a target."""
 
+import functools
 import math
 import time
-from collections.abc import Container, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from edgekit._files import digest_bytes, list_below
 from edgekit.bundle.expected import Recorded, adopt_outputs, adopt_reference
-from edgekit.bundle.golden import OUTPUTS, Golden, KnownOutputs, make_golden, plan_sequences
+from edgekit.bundle.golden import OUTPUTS, Golden, KnownOutputs, make_golden, plan_sequences, read_outputs
 from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
 from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
+from edgekit.check.report import VERDICTS
 from edgekit.data.data_check import accept_pixels, find_missing
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
 from edgekit.data.sets import SampleSets, read_sample_sets
-from edgekit.errors import DataError, ModelError, UsageError
+from edgekit.errors import FAILURES, DataError, ModelError, UsageError, quote_error
 from edgekit.graph.graph import read_graph
 from edgekit.graph.spatial import takes_raw_pixels
-from edgekit.jobs.check import gain_on_target, list_versions
+from edgekit.jobs.check import describe_share, fix_for_target, gain_on_target, list_versions, prefer_float_form
 from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.state import State
 from edgekit.model.tensors import Array, StatedOutput, check_outputs
 from edgekit.prepare import ready_model
 from edgekit.prepare.clean import make_runnable
+from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration
+from edgekit.quantize.accuracy.loss import ratio_db
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.calibrate import calibrate_for
 from edgekit.quantize.calibration.passes import CalibrationOptions
 from edgekit.quantize.calibration.store import CacheSettings, open_cache
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, refuse_profiles, takes_any_size
+from edgekit.report.tables import format_sqnr
 from edgekit.target import INTEGERS, Target, TaskLimit
 from edgekit.verify.task_metrics import find_metric
 from edgekit.verify.task_scores import check_class_labels
@@ -124,6 +131,9 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     `calibration` is None until a target is to be quantized, and an error if no node can be quantized. Plans are judged
     against `reference`. `floats` says, for each target that is not quantized, why integers would gain nothing. `gain`
     describes the rewrites for one target that `prepared` has, "" for none. All files are in `folder`.
+
+    Of a model that is quantized already, `read_float_form` returns the inputs of its float form, or None if there is
+    none; `replanned` says for which targets that is built, and why. `origin` says how a float form was made.
     """
 
     folder: Path
@@ -142,6 +152,17 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     floats: Mapping[str, str]
     buckets: BucketInputs | None = None
     gain: str = ""
+    read_float_form: "Callable[[], BuildInputs | None]" = lambda: None
+    replanned: Mapping[str, str] = {}
+    origin: str = ""
+
+    def choose_form(self, target: Target, reason: str = "") -> "BuildInputs | None":
+        """Returns the inputs from which a target's bundle is made, with a `reason` those of the float form or None."""
+        replanned = {target.name: reason} if reason else self.replanned
+        if target.name not in replanned:
+            return self
+        form = self.read_float_form()
+        return None if form is None else msgspec.structs.replace(form, replanned=replanned)
 
 
 def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
@@ -177,7 +198,54 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
             job.progress(reason)
             # A precision that the user asked for is never replaced.
             floats |= {target.name: reason} if job.recipe.precision == "auto" else {}
-    return msgspec.structs.replace(inputs, floats=floats)
+    inputs = msgspec.structs.replace(inputs, floats=floats)
+    if not (inputs.is_quantized and job.recipe.fix):
+        return inputs
+    read_float_form = functools.cache(partial(_read_float_form, inputs, given, data, job))
+    inputs = msgspec.structs.replace(inputs, read_float_form=read_float_form)
+    return msgspec.structs.replace(inputs, replanned=_list_replanned(inputs, job))
+
+
+def _read_float_form(inputs: BuildInputs, given: Model, data: Data, job: BuildJob) -> BuildInputs | None:
+    work = job.work / "float-form"
+    job.progress("compute the float form of the quantized model")
+    try:
+        floating = dequantize_model(given, work / "float" / given.path.name)
+        form = read_build_inputs(floating, data, msgspec.structs.replace(job, work=work))
+    except FAILURES as error:
+        job.progress(f"the quantized model has no float form: {quote_error(error)}")
+        return None
+    rounding = _measure_rounding(inputs, form)
+    origin = f"made from the float form of the quantized model, which differs from it by {rounding}"
+    return msgspec.structs.replace(form, origin=origin)
+
+
+def _list_replanned(inputs: BuildInputs, job: BuildJob) -> dict[str, str]:
+    """Returns for each target whose verdict on the float form of a quantized model is better, the shares it takes."""
+    replanned = dict[str, str]()
+    for target in job.targets:
+        before, work = check_model(inputs.prepared, target), job.work / f"{target.name}-forms"
+        if before.verdict != VERDICTS[-1]:
+            before = fix_for_target(inputs.prepared, work / inputs.prepared.path.name, target, before=before).after
+        if before.verdict == VERDICTS[-1] or (form := inputs.read_float_form()) is None:
+            continue
+        precision = choose_precision(target, job.recipe.precision)
+        if (found := prefer_float_form(before, form.prepared, target, precision, work / "float")) is not None:
+            shares = f"{describe_share(found.after)}, {describe_share(before)} of the model as it is"
+            replanned[target.name] = f"of the float form it takes {shares}"
+    return replanned
+
+
+def _measure_rounding(quantized: BuildInputs, floating: BuildInputs) -> str:
+    """Returns by how many dB the worst output of a quantized model differs from its float form on golden samples."""
+    signal, noise = defaultdict[str, float](float), defaultdict[str, float](float)
+    for rounded, wanted in zip(read_outputs(quantized.golden), read_outputs(floating.golden), strict=True):
+        for name, value in wanted.items():
+            if value.dtype.kind in "fiub":
+                exact = value.astype(np.float64)
+                signal[name] += float(np.square(exact).sum())
+                noise[name] += float(np.square(exact - rounded[name]).sum())
+    return format_sqnr(min((ratio_db(signal[name], noise[name]) for name in signal), default=None))
 
 
 def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob) -> str:

@@ -14,7 +14,16 @@ from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model, check_models
 from edgekit.check.macs import assume_sizes, choose_sizes
 from edgekit.check.recommend import Recommendation, ask_ort_checker, explain_no_gain, recommend_target
-from edgekit.check.report import CheckReport, PlacedNodes, Verdict, add_model_nodes, count_of, trace_model
+from edgekit.check.report import (
+    VERDICTS,
+    Advice,
+    CheckReport,
+    PlacedNodes,
+    Verdict,
+    add_model_nodes,
+    count_of,
+    trace_model,
+)
 from edgekit.data.images import Preprocess
 from edgekit.devices.find import choose_here
 from edgekit.devices.observe import Observed, observe_target
@@ -127,9 +136,15 @@ def check_targets(
         sized, assumed = _assume_sizes(source, prepared, recipe.dims, assumed, work / "sized.onnx")
         is_same = sized.sha256 == prepared.sha256
         befores = [found[each.name].report for each in less] if is_same else check_models(sized, less)
+        floating = _sketch_float_form(source, {**recipe.dims, **assumed}, work / "float") if less else None
         for target, before in zip(less, befores, strict=True):
             shipped, models[target.name] = _check_shipped(before, sized, target, work / target.name)
             report = found[target.name].report
+            folder = work / f"{target.name}-float"
+            if floating and (better := prefer_float_form(shipped, floating, target, target.precision, folder)):
+                advice = (_advise_float_form(shipped, better.after), *report.advice)
+                report = msgspec.structs.replace(report, advice=advice)
+                shipped, models[target.name] = better.after, better.model
             built = None if read_share(shipped) == read_share(report) else shipped
             if shipped.taken == shipped.nodes:
                 # A build brings every node: there is nothing left for the user to change.
@@ -211,6 +226,47 @@ def _check_shipped(before: CheckReport, sized: Model, target: Target, work: Path
     out, stays_float = work / sized.path.name, target.precision not in INTEGERS
     fixed = fix_for_target(sized, out, target, stays_float=stays_float, before=before)
     return fixed.after, fixed.model
+
+
+def prefer_float_form(
+    quantized: CheckReport, floating: Model, target: Target, precision: Precision, work: Path
+) -> TargetModel | None:
+    """Returns the float form of a quantized model rewritten for a target, if its verdict is better, else None.
+
+    `quantized` is the check of the quantized model after its own rewrites. The rewrites are those for a `precision`. A
+    plan for integers leaves nodes in float that the target takes in float only.
+
+    Raises:
+        OutputError: `work` cannot be written.
+    """
+    if quantized.verdict == VERDICTS[-1]:
+        return None
+    out = work / floating.path.name
+    rewritten = fix_for_target(floating, out, target, stays_float=precision not in INTEGERS)
+    return rewritten if VERDICTS.index(rewritten.after.verdict) > VERDICTS.index(quantized.verdict) else None
+
+
+def _sketch_float_form(source: Model, dims: Mapping[str, int], folder: Path) -> Model | None:
+    """Returns the float form of a quantized model, prepared without weights, or None if there is none."""
+    if not find_integer_ops(skim_model(source.path)):
+        return None
+    with suppress(ModelError, RuntimeRefusal, UsageError):
+        floating = dequantize_model(source, folder / source.path.name)
+        return sketch_model(floating, folder / "prepared" / source.path.name, dims, may_stay_open=True)
+    return None
+
+
+def _advise_float_form(quantized: CheckReport, floating: CheckReport) -> Advice:
+    work = [sum(node.macs for node in each.node_list if node.taken) for each in (quantized, floating)]
+    return Advice(
+        id="float-form",
+        subject="quantization",
+        message="build takes the float form, whose weights are the integers times their scales (edgekit prepare"
+        " --dequantize), and quantizes it anew with your samples",
+        fix="automatic",
+        gain_nodes=floating.taken - quantized.taken,
+        gain_macs=work[1] - work[0],
+    )
 
 
 def _explain_loss(model: Model, target: Target, precision: Precision, out: Path) -> str:
@@ -327,7 +383,7 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
 class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to prepare a model; see `prepare_model`, `change_interface` and `fix_model`.
 
-    With `dequantize` a dynamically quantized source is made float first. `external` says whether weights are in a file
+    With `dequantize` a quantized source is made float first. `external` says whether weights are in a file
     beside the model; None decides by size. With a `target` the rewrites with which it takes more are applied too.
     """
 

@@ -5,6 +5,7 @@ example without the rewrites for the target, with some nodes in float, and final
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from edgekit.convert.convert import ConvertedModel, read_stamp
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, RuntimeRefusal, quote_error
 from edgekit.graph.graph import read_graph
-from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
+from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, fix_inputs
 from edgekit.jobs.check import describe_loss, list_versions
 from edgekit.jobs.forms import Deployed, ModelForTarget, deploy_model, make_sizes, warn_of_fp16_loss
 from edgekit.machine import release_memory
@@ -107,7 +108,8 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
 
     1. the rewrites for the target;
     2. constants of float nodes stored as integers, then the ranges and the rounding that the plan chose;
-    3. the precision, unless the user named one; at once if the best plan multiplies nothing in integers.
+    3. the precision, unless the user named one; at once if the best plan multiplies nothing in integers;
+    4. the integers of a model that was quantized already: its float form is planned in the same order.
 
     A note says what was given up, and the first reason.
 
@@ -140,6 +142,11 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         errors.setdefault(strategy.precision, strategies.failed)
         first_reason = first_reason or strategies.failed.message
     failed = list(errors.values())[-1]
+    if inputs.is_quantized and (form := inputs.choose_form(target, f"the model as it is fails: {first_reason}")):
+        with suppress(EdgekitError):
+            form = calibrate_inputs(form, job) if job.plans_for(target, form.floats) else form
+            yield from ready_bundles(form, target, job, work / "float-form")
+            return
     if isinstance(failed, EdgekitError):
         # A check may say where to cut the model, or which interface the provider would take.
         found = check_model(inputs.prepared, target).advice
@@ -199,7 +206,8 @@ class _Strategies:
         target, job = self._target, self._job
         work.mkdir()
         inputs = self._fix(strategy)
-        notes = [inputs.gain] if inputs.gain else []
+        notes = [f"{inputs.origin}: {inputs.replanned[target.name]}"] if inputs.origin else []
+        notes += [inputs.gain] if inputs.gain else []
         made = self._make_model(strategy, inputs, work, notes)
         # A model in half precision is checked after its conversion.
         if strategy.precision != "fp16":

@@ -1,8 +1,8 @@
-"""Computes the float model of a dynamically quantized one (`onnxruntime.quantization.quantize_dynamic`).
+"""Computes the float model of a quantized one: its weights are the integers times their scales.
 
-Dynamic quantization computes the range of an activation in each run, which only the CPU provider can. Hubs often offer
-such a file and not the float model. The float model is computed from its integer weights and their scales; it can be
-quantized with samples for any target.
+Hubs often offer the quantized file and not the float model, in a form that only some providers take. Dynamic
+quantization (`onnxruntime.quantization.quantize_dynamic`), for example, computes the range of an activation in each
+run, which only the CPU provider can. The float model can be quantized with samples for any target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,9 @@ from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.match import attempt, known, made_by, need
 from edgekit.model import model as models
 from edgekit.prepare.clean import drop_initializer_inputs
-from edgekit.prepare.interface import drop_idle_nodes
+from edgekit.prepare.fix import apply_rewrites
+from edgekit.prepare.interface import drop_idle_nodes, name_nodes
+from edgekit.prepare.rewrites import fused
 
 # Operators followed by a Cast and a Mul with the scales.
 _LAYERS = {"ConvInteger": "Conv", "MatMulInteger": "MatMul"}
@@ -36,21 +38,32 @@ _WHOLE: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
 _BIASES = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6}
 # Operators that ONNX Runtime's quantizer and optimizer fuse.
 _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"})
+# Operators behind which quantizers leave a Relu or Relu6 out, if the range of the integers clips the same values.
+_ACTIVATED = frozenset(
+    {"Add", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "Div", "Gemm", "MatMul", "Mul", "Sub"}
+)
+# Operators that compute the same of integers as of the floats that they stand for, where they move or choose elements.
+_MOVING = frozenset({"Flatten", "Gather", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 def dequantize_model(model: models.Model, out: Path) -> models.Model:
-    """Writes the float model of a dynamically quantized one to `out`, and returns it.
+    """Writes the float model of a quantized one to `out`, and returns it.
 
-    The product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and
-    a ConvInteger likewise a Conv; what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention) becomes float too. A
-    constant with a DequantizeLinear, perhaps after a Gather, becomes a float constant. Subgraphs are changed as well.
+    A QuantizeLinear and the DequantizeLinear that reads it go, also those of which ONNX Runtime's QLinear operators
+    consist. Where the range of the integers begins at 0, a Relu stays behind a layer: quantizers leave it out. The
+    product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and a
+    ConvInteger likewise a Conv; what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention) becomes float too. A
+    constant with a DequantizeLinear, perhaps after a Gather, becomes a float constant. Inputs and outputs keep their
+    types: a QuantizeLinear that gives one becomes Div, Round, Add, Clip and Cast. Subgraphs are changed as well.
 
     Raises:
-        ModelError: the model is not dynamically quantized, or has other quantized operators too.
+        ModelError: the model is not quantized, or has quantized operators for which there is no float form here.
         OutputError: `out` cannot be written.
     """
     proto = models.read_proto(model)
     drop_initializer_inputs(proto.graph)
+    name_nodes(proto.graph)
+    apply_rewrites(proto, (fused.split_qlinear.id,))
     models.refill(proto.graph.node, models.order_nodes(proto.graph))
     writer = _Writer(proto)
     nodes = [(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
@@ -63,10 +76,9 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
         {*models.find_integer_ops(proto), *({node.op_type for node in models.iterate_nodes(proto.graph)} & _FUSED)}
     ):
         words = f"'{model.path.name}' has quantized operators that cannot be made float: {', '.join(left)}"
-        hint = "only what dynamic quantization writes can; of a model quantized in another way, give the float model"
-        raise ModelError(words, hint=hint)
+        raise ModelError(words, hint="give the float model that it was made from")
     if not any(found):
-        raise ModelError(f"'{model.path.name}' is not dynamically quantized", hint="leave out --dequantize")
+        raise ModelError(f"'{model.path.name}' is not quantized", hint="leave out --dequantize")
     return models.save_proto(proto, out)
 
 
@@ -87,6 +99,8 @@ class _Writer:
         self._made: dict[tuple[int, ...], str] = {}
         # The scale and zero point of a Gather or Transpose that used to pass integers on.
         self._moving: dict[Node, tuple[str, str]] = {}
+        # The Relu behind a layer, by the QuantizeLinear whose range clips like it.
+        self._relus: dict[Node, str] = {}
 
     def write(self, graph: Graph, node: Node) -> bool:
         """Replaces an integer layer by a float one and returns True.
@@ -94,6 +108,10 @@ class _Writer:
         Raises:
             MisfitError: it is another node, or reads something else than quantized activations and constants.
         """
+        if node.op_type == "QuantizeLinear":
+            need(node.output[0] in graph.outputs)
+            self._write_rounding(graph, node)
+            return True
         if node.op_type in _LAYERS:
             biased = _follow(graph, node, "Add")
             last = known(_follow(graph, known(_follow(graph, biased or node, "Cast")), "Mul"))
@@ -123,21 +141,70 @@ class _Writer:
         if source is not None and source.op_type == "DynamicQuantizeLinear":
             need((*source.output[1:],) == (scale, zero))
             return source.input[0]
-        # The static form of the same layers, which ONNX Runtime's quantizer of 2019 wrote.
-        if source is not None and source.op_type == "QuantizeLinear" and reader.op_type in _LAYERS:
-            need((source.input[1], source.given(2)) == (scale, zero))
-            return source.input[0]
         need(graph.constants.keys() >= {scale, *filter(None, [zero])})
+        if source is not None and source.op_type == "QuantizeLinear":
+            pairs = zip((source.input[1], source.given(2)), (scale, zero), strict=True)
+            need(all(one == other or _is_equal(graph, one, other) for one, other in pairs))
+            return self._keep_relu(graph, source)
         is_single = graph.value(scale).elements == 1
         if name in graph.constants:
             return self._store(graph, reader, name, scale, zero)
         # The quantizer lets these operators pass integers on.
         source = known(source)
-        need(source.op_type in {"Gather", "Transpose"} and is_single)
+        need(source.op_type in _MOVING and is_single)
         if source not in self._moving:
             source.proto.input[0] = self._make_float(graph, reader, source.input[0], scale, zero)
         need(self._moving.setdefault(source, (scale, zero)) == (scale, zero))
         return name
+
+    def _write_rounding(self, graph: Graph, node: Node) -> None:
+        """Replaces a QuantizeLinear by its definition: Cast(Clip(Round(x / scale) + zero point)).
+
+        Raises:
+            MisfitError: it has several scales, or no zero point of a type that numpy has.
+        """
+        source, scale, zero = node.input[0], graph.weight(node.input[1]), known(graph.constant(node.given(2)))
+        need(scale.size == 1 and zero.dtype.kind in "iu")
+        limits, result = np.iinfo(zero.dtype), node.output[0]
+        numbers = [np.array(each, scale.dtype) for each in (scale.item(), zero.item(), limits.min, limits.max)]
+        stored = [numpy_helper.from_array(number, self._name(f"{result}_bound")) for number in numbers]
+        self._graph.initializer.extend(stored)
+        by, shift, low, high = (each.name for each in stored)
+        steps = [("Div", [by]), ("Round", []), ("Add", [shift]), ("Clip", [low, high]), ("Cast", [])]
+        for op, operands in steps:
+            made = result if op == "Cast" else self._name(f"{result}_float")
+            graph.proto.node.append(
+                onnx.helper.make_node(op, [source, *operands], [made], self._name(f"{result}_{op}"))
+            )
+            source = made
+        kind = graph.constants[node.input[2]].data_type
+        graph.proto.node[-1].attribute.append(onnx.helper.make_attribute("to", kind))
+        node.proto.output[0] = f"{result}/idle"
+
+    def _keep_relu(self, graph: Graph, quantizer: Node) -> str:
+        """Returns the tensor that a QuantizeLinear reads, or behind a layer whose range begins at 0, its Relu or Relu6.
+
+        A range that ends at 6, up to a step, is that of a Relu6.
+        """
+        name, scale = quantizer.input[0], graph.weight(quantizer.input[1])
+        zero = graph.weight(quantizer.input[2]) if quantizer.has_input(2) else np.zeros((), np.uint8)
+        is_layer = name in graph.producers and graph.producers[name].op_type in _ACTIVATED
+        if not is_layer or scale.size > 1 or zero.dtype.kind not in "iu" or zero != np.iinfo(zero.dtype).min:
+            return name
+        if quantizer not in self._relus:
+            limits, made = np.iinfo(zero.dtype), self._name(f"{name}_relu")
+            bounds = [numpy_helper.from_array(np.array(each, scale.dtype), self._name(made)) for each in (0, 6)]
+            is_relu6 = abs((limits.max - limits.min) * float(scale.item()) - 6) <= scale.item()
+            self._graph.initializer.extend(bounds if is_relu6 else [])
+            op, inputs = ("Clip", [each.name for each in bounds]) if is_relu6 else ("Relu", [])
+            graph.proto.node.append(onnx.helper.make_node(op, [name, *inputs], [made], made))
+            self._relus[quantizer] = made
+        return self._relus[quantizer]
+
+    def _name(self, stem: str) -> str:
+        new = next(free for n in range(len(self._taken) + 1) if (free := f"{stem}_{n}") not in self._taken)
+        self._taken.add(new)
+        return new
 
     def _store(self, graph: Graph, reader: Node, *names: str) -> str:
         """Adds (integers - zero point) * scale as a constant to the main graph, once, and returns its name.
@@ -148,7 +215,7 @@ class _Writer:
         key = (reader.integer("axis", 1), *(id(graph.constants.get(name)) for name in names))
         if key in self._made:
             return self._made[key]
-        new = next(free for n in range(len(self._taken) + 1) if (free := f"{names[0]}_{n}") not in self._taken)
+        new = self._name(names[0])
         if reader.op_type == "DequantizeLinear":
             stored = dict(zip(reader.input, names, strict=False))
             value = read_dequantized(reader.proto, lambda name: graph.weight(stored[name]))
@@ -167,9 +234,14 @@ class _Writer:
             scale, zero = rest
             value = (whole - zero) * scale
         self._graph.initializer.append(numpy_helper.from_array(value, new))
-        self._taken.add(new)
         self._made[key] = new
         return new
+
+
+def _is_equal(graph: Graph, one: str, other: str) -> bool:
+    """Returns True if two constants hold the same numbers."""
+    both = {one, other} <= graph.constants.keys()
+    return both and np.array_equal(graph.weight(one).reshape(-1), graph.weight(other).reshape(-1))
 
 
 def _find_bias(graph: Graph, layer: Node, biased: Node) -> str:

@@ -145,7 +145,7 @@ def test_dynamic_quantization_is_named_and_a_target_of_integers_is_not_said_to_t
         { q, s, z = DynamicQuantizeLinear(x) m = MatMulInteger(q, w, z) f = Cast<to=1>(m) g = Mul(f, s)
         e = DequantizeLinear(table, scale, zero) h = Shape(e) i = Cast<to=1>(h) y = Add(g, i) }"""
     advice = _advice(tmp_path, body, "xnnpack")
-    assert "Give edgekit build samples and the float model" in advice["no-builder"].message
+    assert "edgekit build takes the float form" in advice["no-builder"].message
     assert "use-float" not in advice
 
 

@@ -12,15 +12,18 @@ import numpy as np
 import onnx
 import pytest
 from fixture_types import present
-from tiny_models import save_net
+from onnx import numpy_helper
+from tiny_models import parse_net, save_net
 
 from edgekit.cli.main import run_command
 from edgekit.errors import ModelError
 from edgekit.jobs.build import build
 from edgekit.jobs.build_inputs import BuildCache, BuildJob, calibrate_inputs, read_build_inputs
+from edgekit.jobs.check import check_targets
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.jobs.target_bundle import ReadyBundle, ready_bundles
 from edgekit.model.model import load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare.fix import REWRITES, apply_rewrites
 from edgekit.progress import Stopwatch, say_nothing
 from edgekit.quantize.mixed_precision.candidates import Memo
@@ -132,6 +135,41 @@ def test_a_model_of_which_nothing_starts_tells_why_its_best_form_failed(
     candidates.send("left as it is, it runs out of memory")
     with pytest.raises(ModelError, match="session of the int8 model: the driver refuses it"):
         candidates.send("so it does with plain rounding")
+
+
+# Activations of 16 bits, of which NNAPI and Core ML take none. Each layer in float is a partition of its own.
+SIXTEEN = """(float[1,4,8,8] x) => (float[1,4,8,8] y)
+    <float s = {0.0002}, uint16 z = {32768}, float t = {0.01}>
+    { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) f = DequantizeLinear(u, t)
+      a = Conv<pads=[1,1,1,1]>(d, f) o = QuantizeLinear(a, s, z) e = DequantizeLinear(o, s, z)
+      g = DequantizeLinear(v, t) b = Conv<pads=[1,1,1,1]>(e, g) p = QuantizeLinear(b, s, z)
+      y = DequantizeLinear(p, s, z) }"""
+
+
+def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_float_form(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    weights: dict[str, Array] = {name: rng.integers(-40, 40, (4, 4, 3, 3)).astype(np.int8) for name in "uv"}
+    model = tmp_path / "sixteen.onnx"
+    onnx.save(parse_net(SIXTEEN, weights, opset=21, ir_version=10), model)
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(24, 4, 8, 8)).astype(np.float32))
+    data, targets = Data(source=str(tmp_path / "data.npz")), ("nnapi", "coreml", "qnn", "cpu")
+    report = build(model, data, tmp_path / "out", Recipe(targets=targets, forms=("onnx",)), verify=False)
+    told = "made from the float form of the quantized model, which differs from it by "
+    replanned = {each.target for each in report.bundles if any(note.startswith(told) for note in each.notes)}
+    assert replanned == {"nnapi", "coreml"}, [each.notes for each in report.bundles]
+    # Quantized anew, or in half precision; the others keep the numbers that they were given.
+    precisions = {each.target: each.precision for each in report.bundles}
+    assert precisions == {"nnapi": "int8", "coreml": "fp16", "qnn": "int8", "cpu": "int8"}
+    for name in replanned:
+        check = _find(report, name).check
+        assert check is not None
+        assert check.verdict == "yes"
+    shipped = onnx.load(tmp_path / "out" / "sixteen-cpu" / "model.onnx")
+    assert any(np.array_equal(numpy_helper.to_array(it), weights["u"]) for it in shipped.graph.initializer)
+    # The build does as the check says.
+    summary = check_targets(model, Recipe(targets=targets))
+    assert {n for n, it in summary.targets.items() if any(a.id == "float-form" for a in it.report.advice)} == replanned
+    assert all(summary.targets[name].shipped.verdict == "yes" for name in replanned)
 
 
 # Along one axis, so that NNAPI takes the layers by a rewrite only; what mirrors the edges would stop the session.

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper, parser
-from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 from prepare_models import assert_same, make_model, rewrite, run_model
 from tiny_models import parse_model, save_net
 
@@ -234,17 +234,90 @@ def test_weights_with_a_scale_for_each_channel_or_block_become_float(
     assert {*assert_becomes_float(model, rng.normal(size=shape).astype(np.float32), tmp_path)} <= FLOAT
 
 
+# A convolution whose activation function the range of its integers is; scale and zero point stand between the braces.
+ROUNDED = """g (float[1,3,8,8] x) => (float[1,4,3,3] y) {{
+    q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) w = DequantizeLinear <axis = 0> (v, vs)
+    b = DequantizeLinear(bias, bs) c = Conv(d, w, b)
+    o = QuantizeLinear(c, {0}, {1}) m = MaxPool <kernel_shape = [2,2], strides = [2,2]> (o)
+    e = DequantizeLinear(m, {0}, {1}) y = Sub(e, one) }}"""
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero", "activation"),
+    [(6 / 255, 0, ["Clip"]), (6 / 255, -128, ["Clip"]), (0.05, 0, ["Relu"]), (0.05, 100, []), (0.05, -127, [])],
+)
+def test_a_static_quantized_model_is_float_and_keeps_what_its_ranges_clip(
+    scale: float, zero: int, activation: list[str], tmp_path: Path
+) -> None:
+    rng, kind = np.random.default_rng(0), np.int8 if zero < 0 else np.uint8
+    weights: dict[str, Array] = {
+        "s": np.array(0.02, np.float32), "z": np.array(128, np.uint8), "one": np.array(1, np.float32),
+        "v": rng.integers(-99, 99, (4, 3, 3, 3)).astype(np.int8), "vs": np.array([1, 2, 3, 4], np.float32) / 100,
+        "bias": np.array([500, -900, 100, 0], np.int32), "bs": np.array(0.002, np.float32),
+        "o_s": np.array(scale, np.float32), "o_z": np.array(zero, kind),
+    }  # fmt: skip
+    model = make_model(ROUNDED.format("o_s", "o_z"), tmp_path / "m.onnx", weights=weights)
+    # On the grid of the input, so that only results are rounded.
+    x = (weights["s"] * rng.integers(-20, 20, (1, 3, 8, 8))).astype(np.float32)
+    made = dequantize_model(model, tmp_path / "f.onnx")
+    ops = [node.op_type for node in onnx.load(str(made.path)).graph.node if node.op_type != "Identity"]
+    assert ops == ["Conv", *activation, "MaxPool", "Sub"]
+    found, rounded = (run_model(each.path, {"x": x})["y"] for each in (made, model))
+    # Ranges that begin below 0 are those of the samples: here they are too small, and the float form does not clip.
+    clips = rounded < rounded.min() + scale
+    assert np.abs(found - rounded)[~clips].max() < scale
+    assert activation == [] or np.abs(found - rounded)[clips].max() < scale
+
+
+def test_inputs_and_outputs_of_integers_stay(tmp_path: Path) -> None:
+    """As TensorFlow Lite's models have them."""
+    body = """g (int8[1,8] x) => (int8[1,4] y) { d = DequantizeLinear(x, s, z) w = DequantizeLinear(v, s)
+        m = MatMul(d, w) y = QuantizeLinear(m, t, z) }"""
+    rng = np.random.default_rng(0)
+    weights: dict[str, Array] = {
+        "s": np.array(0.02, np.float32), "z": np.array(-3, np.int8), "t": np.array(0.05, np.float32),
+        "v": rng.integers(-99, 99, (8, 4)).astype(np.int8),
+    }  # fmt: skip
+    model = make_model(body, tmp_path / "q.onnx", weights=weights)
+    made = dequantize_model(model, tmp_path / "f.onnx")
+    assert "QuantizeLinear" not in {node.op_type for node in onnx.load(str(made.path)).graph.node}
+    x = rng.integers(-128, 128, (64, 1, 8)).astype(np.int8)
+    wanted, found = ([run_model(each.path, {"x": row})["y"] for row in x] for each in (model, made))
+    assert wanted[0].dtype == np.int8
+    assert {-128, 127} < {*np.ravel(wanted)}
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("format_", [QuantFormat.QDQ, QuantFormat.QOperator])
+def test_what_onnx_runtime_quantizes_is_float_again(format_: QuantFormat, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    text = """g (float[1,3,8,8] x) => (float[1,4] y) { a = Conv(x, v) r = Relu(a) s = Add(r, r)
+        p = GlobalAveragePool(s) f = Flatten(p) y = MatMul(f, w) }"""
+    weights = {"v": rng.normal(size=(4, 3, 3, 3)), "w": rng.normal(size=(4, 4))}
+    model = make_model(text, tmp_path / "m.onnx", weights={n: w.astype(np.float32) for n, w in weights.items()})
+    inputs = [{"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32)} for _ in range(8)]
+    samples = iter(inputs)
+    reader = type("Reader", (CalibrationDataReader,), {"get_next": lambda _: next(samples, None)})()
+    quantize_static(model.path, tmp_path / "q.onnx", reader, quant_format=format_, per_channel=True)
+    made = dequantize_model(load_model(tmp_path / "q.onnx"), tmp_path / "f.onnx")
+    ops = {node.op_type for node in onnx.load(str(made.path)).graph.node}
+    assert ops <= {"Add", "Conv", "Flatten", "GlobalAveragePool", "Identity", "MatMul", "Relu"}
+    wanted, found = (run_model(path, inputs[0])["y"] for path in (model.path, made.path))
+    # The weights alone are rounded now.
+    assert np.square(found - wanted).mean() < 1e-3 * np.square(wanted).mean()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("y = Relu(x)", "'m.onnx' is not dynamically quantized"),
+        ("y = Relu(x)", "'m.onnx' is not quantized"),
         (
             "q, s, z = DynamicQuantizeLinear(x) y = Cast<to = 1>(q)",
             "quantized operators that cannot be made float: DynamicQuantizeLinear",
         ),
         (
-            "s = Constant<value_float = 0.1>() q = QuantizeLinear(x, s) y = DequantizeLinear(q, s)",
-            r"float: QuantizeLinear \(only what dynamic quantization writes can;",
+            "s = Constant<value_float = 0.1>() q = QuantizeLinear(x, s) y = Cast<to = 1>(q)",
+            r"float: QuantizeLinear \(give the float model that it was made from\)",
         ),
     ],
 )

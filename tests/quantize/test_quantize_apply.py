@@ -90,7 +90,7 @@ def test_a_model_that_is_quantized_already_is_refused(net: Model, calibration: C
     quantized = quantize(net, calibration, "qnn", tmp_path).model
     with pytest.raises(ModelError, match="quantized already") as caught:
         calibrate_model(quantized, random_samples(quantized), work=tmp_path / "work")
-    assert "one trained so: export it without Q and DQ" in (caught.value.hint or "")
+    assert "make it float: edgekit prepare MODEL --dequantize" in (caught.value.hint or "")
 
 
 def test_a_plan_for_another_model_is_refused(net: Model, calibration: Calibration, tmp_path: Path) -> None:

@@ -278,9 +278,7 @@ def _check_float(model: models.Model, proto: onnx.ModelProto) -> None:
     if found := models.find_integer_ops(proto):
         raise ModelError(
             f"'{model.path.name}' is quantized already: it has {', '.join(found)}",
-            hint="edgekit prepare MODEL --dequantize --out FILE makes it float"
-            if not {"ConvInteger", "DynamicQuantizeLinear", "MatMulInteger"}.isdisjoint(found)
-            else "give the float model it was made from; one trained so: export it without Q and DQ, or build it as is",
+            hint="give the float model, or make it float: edgekit prepare MODEL --dequantize --out FILE",
         )
     opset = model.opsets.get("ai.onnx", 1)
     if opset < MINIMUM_OPSET:
