@@ -38,10 +38,9 @@ _WHOLE: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
 _BIASES = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6}
 # Operators that ONNX Runtime's quantizer and optimizer fuse.
 _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"})
-# Operators behind which quantizers leave a Relu or Relu6 out, if the range of the integers clips the same values.
-_ACTIVATED = frozenset(
-    {"Add", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "Div", "Gemm", "MatMul", "Mul", "Sub"}
-)
+# Layers behind which quantizers leave a Relu or Relu6 out, if the range of the integers clips the same values. A sum
+# with one number, as in a GELU, is none: its range begins at 0 where no value lies below.
+_ACTIVATED = frozenset({"Add", "BatchNormalization", "Conv", "ConvTranspose", "Gemm", "MatMul"})
 # Operators that compute the same of integers as of the floats that they stand for, where they move or choose elements.
 _MOVING = frozenset({"Flatten", "Gather", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 
@@ -97,6 +96,8 @@ class _Writer:
         self._graph, self._taken = proto.graph, models.list_names(proto.graph)
         # The float constant made from integers, scale and zero point, by the ids of these tensors.
         self._made: dict[tuple[int, ...], str] = {}
+        # Those of one element.
+        self._numbers: set[str] = set()
         # The scale and zero point of a Gather or Transpose that used to pass integers on.
         self._moving: dict[Node, tuple[str, str]] = {}
         # The Relu behind a layer, by the QuantizeLinear whose range clips like it.
@@ -188,8 +189,14 @@ class _Writer:
         """
         name, scale = quantizer.input[0], graph.weight(quantizer.input[1])
         zero = graph.weight(quantizer.input[2]) if quantizer.has_input(2) else np.zeros((), np.uint8)
-        is_layer = name in graph.producers and graph.producers[name].op_type in _ACTIVATED
-        if not is_layer or scale.size > 1 or zero.dtype.kind not in "iu" or zero != np.iinfo(zero.dtype).min:
+        layer = graph.producers.get(name)
+        if (
+            layer is None
+            or layer.op_type not in _ACTIVATED
+            or any(self._is_number(graph, each) for each in layer.input)
+        ):
+            return name
+        if scale.size > 1 or zero.dtype.kind not in "iu" or zero != np.iinfo(zero.dtype).min:
             return name
         if quantizer not in self._relus:
             limits, made = np.iinfo(zero.dtype), self._name(f"{name}_relu")
@@ -200,6 +207,12 @@ class _Writer:
             graph.proto.node.append(onnx.helper.make_node(op, [name, *inputs], [made], made))
             self._relus[quantizer] = made
         return self._relus[quantizer]
+
+    def _is_number(self, graph: Graph, name: str) -> bool:
+        """Returns True for a constant of one element, also one that was quantized: then an Identity reads it now."""
+        source = graph.producers.get(name)
+        stored = source.proto.input[0] if source is not None and source.input else name
+        return stored in self._numbers or (stored in graph.constants and graph.value(stored).elements == 1)
 
     def _name(self, stem: str) -> str:
         new = next(free for n in range(len(self._taken) + 1) if (free := f"{stem}_{n}") not in self._taken)
@@ -235,6 +248,7 @@ class _Writer:
             value = (whole - zero) * scale
         self._graph.initializer.append(numpy_helper.from_array(value, new))
         self._made[key] = new
+        self._numbers.update([new] if value.size == 1 else [])
         return new
 
 
