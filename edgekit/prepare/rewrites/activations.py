@@ -6,15 +6,13 @@ from itertools import permutations
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from edgekit.graph import match
-from edgekit.graph.constants import ORT_DOMAIN, RESHAPES, read_dequantized
-from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.constants import ORT_DOMAIN, RESHAPES
+from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import is_near, known, made_by, need
 from edgekit.graph.nhwc import find_orders
-from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, rewrite
-from edgekit.model.model import refill
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 
 
 @node_rewrite("clip-to-relu", {"Clip"}, since=11)
@@ -445,38 +443,6 @@ def join_gelu(writer: Writer) -> None:
         else:
             writer.add("Gelu" if is_exact else "FastGelu", [data], domain=ORT_DOMAIN)
         return
-
-
-@rewrite("join-gelu-units", {"Erf"})
-def join_gelu_units(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Fuses the parts of GELU, each between DQ and Q nodes, into one node between them, in place.
-
-    Quantizers that find no Gelu in a graph round what its Div, Erf, Add and Mul give; inside the one node nothing is
-    rounded.
-    """
-    # In a copy without weights, nodes read what was rounded in place of what a DequantizeLinear returns.
-    view, rounded = view_part(graph, opset), dict[str, str]()
-    plain = onnx.GraphProto(node=graph.node, input=graph.input, output=graph.output, value_info=graph.value_info)
-    plain.initializer.extend(tensor for tensor in graph.initializer if math.prod(tensor.dims) == 1)
-    for node in view.nodes:
-        maker = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
-        if maker is not None and maker.op_type == "QuantizeLinear":
-            rounded[node.output[0]] = rounded.get(maker.input[0], maker.input[0])
-        elif node.op_type == "DequantizeLinear" and all(view.number(name) is not None for name in node.input if name):
-            number = read_dequantized(node.proto, lambda name: known(view.array(name)))
-            plain.initializer.append(numpy_helper.from_array(number, node.output[0]))
-    refill(plain.node, [node for node in plain.node if node.op_type != "DequantizeLinear"])
-    for proto in plain.node:
-        proto.input[:] = [rounded.get(name, name) for name in proto.input]
-    joined = join_gelu(plain, opset) if rounded else ()
-    sources = {origin: name for name, origin in rounded.items()}
-    # The node that replaces the parts has the name of the last of them.
-    made = {node.name: node for node in plain.node if node.name in joined}
-    for proto in made.values():
-        proto.input[0] = sources.get(proto.input[0], proto.input[0])
-    if made:
-        refill(graph.node, [made.get(node.name, node) for node in graph.node])
-    return joined
 
 
 def _find_tanh(graph: Graph, tanh: Node) -> str:

@@ -5,18 +5,15 @@ QLinear operators in place of Q and DQ nodes. The quantizer's format QOperator h
 provider makes the same of the plain operators whenever a session starts.
 """
 
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
-from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.graph.match import attempt, known, made_by, need, single
+from edgekit.graph.graph import Graph, Node
+from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
-from edgekit.model import model as models
 from edgekit.model.tensors import Array
 from edgekit.prepare.rewrites.float16 import MOVED, store_float_weights
 
@@ -215,78 +212,6 @@ def _find_quantizers(graph: Graph, node: Node) -> Sequence[Node]:
     while len(read) == 1 and read[0].op_type in _MOVING:
         read = graph.readers(read[0].output[0])
     return read if all(each.op_type == "DequantizeLinear" for each in read) else []
-
-
-@rewrite("one-scale", {"QuantizeLinear"})
-def share_scale(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Gives activations between a Conv and depthwise ones one scale in place of one for each channel, in place.
-
-    The layers' own scales take up the difference, so that all integers stay the same. NNCF writes a scale for each
-    channel before a depthwise Conv, which neither ONNX Runtime's kernels nor phones' providers multiply in integers.
-    """
-    changed = dict[str, None]()
-    while opset >= _DQ_AXIS_SINCE:
-        # The layer behind one such activation may be the one before the next.
-        view = view_part(graph, opset)
-        quantizers = [node for node in view.nodes if node.op_type == "QuantizeLinear"]
-        name = next((node.name for node in quantizers if attempt(_share_scale, graph, view, node)), None)
-        if name is None:
-            break
-        changed[name] = None
-    return tuple(changed)
-
-
-def _share_scale(graph: onnx.GraphProto, view: Graph, node: Node) -> bool:
-    scale, zero = (known(view.inline(name)) for name in known(node.input[1:3] if node.has_input(2) else None))
-    back = single(view.readers(node.output[0]))
-    need(scale.ndim == zero.ndim == 1 and scale.size > 1 and (scale > 0).all() and (zero == zero[0]).all())
-    need(back.op_type == "DequantizeLinear" and back.input[1:] == node.input[1:])
-    need(node.integer("axis", 1) == back.integer("axis", 1) == 1)
-    need(view.outputs.isdisjoint((node.output[0], back.output[0])))
-    new = scale.max()
-    # Nodes and positions of their inputs, with what these become.
-    become = [(each, at, value) for each in (node, back) for at, value in ((1, new), (2, zero[0]))]
-    layer, source = known(view.producers.get(node.input[0])), node.input[0]
-    if layer.op_type in {"Relu", "Clip"}:
-        if layer.op_type == "Clip":
-            # It cuts off no more than the quantizer does.
-            ends = [(np.float64(end) - zero[0]) * scale for end in (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)]
-            low, high = (known(view.number(name)) for name in known(layer.input[1:3] if layer.has_input(2) else None))
-            need((low <= ends[0]).all() and (high >= ends[1] * (1 - _ROUNDED)).all())
-            source = layer.input[0]
-        need(single(view.readers(layer.output[0])) is node and layer.output[0] not in view.outputs)
-        layer = known(view.producers.get(layer.input[0]))
-    need(layer.op_type == "Conv" and len(view.readers(layer.output[0])) == 1 and layer.output[0] not in view.outputs)
-    become += _rescale(view, layer, new / scale, has_bias=True)
-    for reader in view.readers(back.output[0]):
-        need(reader.op_type == "Conv" and reader.integer("group", 1) == scale.size)
-        become += _rescale(view, reader, scale / new, has_bias=False)
-    taken = models.list_names(graph)
-    for each, at, value in become:
-        old = each.input[at]
-        name = next(free for number in itertools.count() if (free := f"{old}.one{number or ''}") not in taken)
-        taken.add(name)
-        graph.initializer.append(numpy_helper.from_array(np.asarray(value, known(view.inline(old)).dtype), name))
-        each.proto.input[at] = name
-    node.proto.input[0] = source
-    return True
-
-
-def _rescale(view: Graph, layer: Node, factors: Array, *, has_bias: bool) -> Sequence[tuple[Node, int, Array]]:
-    """Returns the inputs that change, by node and position, where the products of a Conv are scaled by channel."""
-    weight = known(made_by(view, layer.input[1], "DequantizeLinear"))
-    scale, dims = known(view.inline(weight.input[1])), known(view.constants.get(weight.input[0])).dims
-    need(dims and weight.integer("axis", 1) == 0 and len(view.readers(weight.output[0])) == 1)
-    each = np.repeat(factors, dims[0] // factors.size)
-    need(scale.shape == each.shape)
-    if not has_bias or not layer.has_input(2):
-        return [(weight, 1, scale * each)]
-    if (bias := view.inline(layer.input[2])) is not None:
-        return [(weight, 1, scale * each), (layer, 2, bias * each)]
-    shift = known(made_by(view, layer.input[2], "DequantizeLinear"))
-    steps = known(view.inline(shift.input[1]))
-    need(steps.shape == each.shape and len(view.readers(shift.output[0])) == 1)
-    return [(weight, 1, scale * each), (shift, 1, steps * each)]
 
 
 @rewrite("complete-units", {"DequantizeLinear"})
