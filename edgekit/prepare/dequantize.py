@@ -18,10 +18,11 @@ from edgekit.graph.constants import ORT_DOMAIN, read_dequantized
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.match import attempt, known, made_by, need
 from edgekit.model import model as models
-from edgekit.prepare.clean import drop_initializer_inputs
+from edgekit.prepare.clean import drop_initializer_inputs, prepare_model
 from edgekit.prepare.fix import apply_rewrites
 from edgekit.prepare.interface import drop_idle_nodes, name_nodes
 from edgekit.prepare.rewrites import fused
+from edgekit.prepare.rewrites.float16 import MOVED
 
 # Operators followed by a Cast and a Mul with the scales.
 _LAYERS = {"ConvInteger": "Conv", "MatMulInteger": "MatMul"}
@@ -41,36 +42,49 @@ _FUSED = frozenset({"DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulInteg
 # Layers behind which quantizers leave a Relu or Relu6 out, if the range of the integers clips the same values. A sum
 # with one number, as in a GELU, is none: its range begins at 0 where no value lies below.
 _ACTIVATED = frozenset({"Add", "BatchNormalization", "Conv", "ConvTranspose", "Gemm", "MatMul"})
-# Operators that compute the same of integers as of the floats that they stand for, where they move or choose elements.
-_MOVING = frozenset({"Flatten", "Gather", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+# Operators that move or choose elements, so that they compute the same of integers as of the floats that these stand
+# for, with the inputs that hold elements.
+_MOVING: Mapping[str, slice] = {
+    **dict.fromkeys(MOVED | {"DepthToSpace", "Expand", "Gather", "GatherElements", "GatherND"}, slice(1)),
+    **dict.fromkeys(("Identity", "ReduceMax", "ReduceMin", "Resize", "SpaceToDepth", "Split", "Tile"), slice(1)),
+    **dict.fromkeys(("Clip", "Concat", "Max", "Min"), slice(None)),
+    "Pad": slice(0, 3, 2),
+    "Where": slice(1, 3),
+}
 
 
 def dequantize_model(model: models.Model, out: Path) -> models.Model:
     """Writes the float model of a quantized one to `out`, and returns it.
 
     A QuantizeLinear and the DequantizeLinear that reads it go, also those of which ONNX Runtime's QLinear operators
-    consist. Where the range of the integers begins at 0, a Relu stays behind a layer: quantizers leave it out. The
-    product Mul(Cast(MatMulInteger(DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and a
-    ConvInteger likewise a Conv; what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention) becomes float too. A
-    constant with a DequantizeLinear, perhaps after a Gather, becomes a float constant. Inputs and outputs keep their
-    types: a QuantizeLinear that gives one becomes Div, Round, Add, Clip and Cast. Subgraphs are changed as well.
+    consist, and those with operators between them that move or choose integers. Where the range of the integers begins
+    at 0, a Relu stays behind a layer: quantizers leave it out. The product Mul(Cast(MatMulInteger(
+    DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and a ConvInteger likewise a Conv;
+    what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention) becomes float too. A constant with a DequantizeLinear
+    becomes a float constant. Inputs and outputs keep their types: a QuantizeLinear whose integers are an output, or are
+    computed with, becomes Div, Round, Add, Clip and Cast. Subgraphs are changed as well.
 
     Raises:
         ModelError: the model is not quantized, or has quantized operators for which there is no float form here.
         OutputError: `out` cannot be written.
     """
     proto = models.read_proto(model)
+    if not _LAYERS.keys() & {node.op_type for node in models.iterate_nodes(proto.graph)}:
+        # Exporters compute scales, zero points or weights in the graph. Beside layers of integers they do not, and
+        # folding would join the scales of both factors.
+        proto = models.read_proto(prepare_model(model, out.with_name(f"{out.stem}-folded.onnx"), may_stay_open=True))
     drop_initializer_inputs(proto.graph)
     name_nodes(proto.graph)
     apply_rewrites(proto, (fused.split_qlinear.id,))
-    models.refill(proto.graph.node, models.order_nodes(proto.graph))
-    writer = _Writer(proto)
-    nodes = [(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
-    found = [attempt(writer.write, graph, node) for graph, node in nodes]
-    # Subgraphs first: what they no longer read is idle in the graphs around them.
-    for part in reversed([*models.iterate_graphs(proto.graph)]):
-        models.refill(part.node, models.order_nodes(part))
-        drop_idle_nodes(part)
+    writer, found = _Writer(proto), list[bool | None]()
+    for write in (writer.write, writer.write_rounding):
+        models.refill(proto.graph.node, models.order_nodes(proto.graph))
+        nodes = [(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
+        found += [attempt(write, graph, node) for graph, node in nodes]
+        # Subgraphs first: what they no longer read is idle in the graphs around them.
+        for part in reversed([*models.iterate_graphs(proto.graph)]):
+            models.refill(part.node, models.order_nodes(part))
+            drop_idle_nodes(part)
     if left := sorted(
         {*models.find_integer_ops(proto), *({node.op_type for node in models.iterate_nodes(proto.graph)} & _FUSED)}
     ):
@@ -98,10 +112,10 @@ class _Writer:
         self._made: dict[tuple[int, ...], str] = {}
         # Those of one element.
         self._numbers: set[str] = set()
-        # The scale and zero point of a Gather or Transpose that used to pass integers on.
-        self._moving: dict[Node, tuple[str, str]] = {}
-        # The Relu behind a layer, by the QuantizeLinear whose range clips like it.
-        self._relus: dict[Node, str] = {}
+        # What an operator that moved integers gives in float, by the graph that reads it, their scale and zero point.
+        self._moved: dict[tuple[Graph, Node, str, str], Sequence[str]] = {}
+        # The Relu behind a layer, by the QuantizeLinear whose range clips like it, and the graph that reads it.
+        self._relus: dict[tuple[Graph, Node], str] = {}
 
     def write(self, graph: Graph, node: Node) -> bool:
         """Replaces an integer layer by a float one and returns True.
@@ -109,10 +123,6 @@ class _Writer:
         Raises:
             MisfitError: it is another node, or reads something else than quantized activations and constants.
         """
-        if node.op_type == "QuantizeLinear":
-            need(node.output[0] in graph.outputs)
-            self._write_rounding(graph, node)
-            return True
         if node.op_type in _LAYERS:
             biased = _follow(graph, node, "Add")
             last = known(_follow(graph, known(_follow(graph, biased or node, "Cast")), "Mul"))
@@ -139,31 +149,36 @@ class _Writer:
     def _make_float(self, graph: Graph, reader: Node, name: str, scale: str, zero: str) -> str:
         """Returns the float tensor of integers that are a quantized activation, or constant."""
         source = graph.producers.get(name)
-        if source is not None and source.op_type == "DynamicQuantizeLinear":
-            need((*source.output[1:],) == (scale, zero))
-            return source.input[0]
-        need(graph.constants.keys() >= {scale, *filter(None, [zero])})
-        if source is not None and source.op_type == "QuantizeLinear":
-            pairs = zip((source.input[1], source.given(2)), (scale, zero), strict=True)
+        if source is not None and source.op_type in {"QuantizeLinear", "DynamicQuantizeLinear"}:
+            pairs = zip(source.output[1:] or (source.input[1], source.given(2)), (scale, zero), strict=True)
             need(all(one == other or _is_equal(graph, one, other) for one, other in pairs))
             return self._keep_relu(graph, source)
-        is_single = graph.value(scale).elements == 1
         if name in graph.constants:
+            need(graph.constants.keys() >= {scale, *filter(None, [zero])})
             return self._store(graph, reader, name, scale, zero)
-        # The quantizer lets these operators pass integers on.
         source = known(source)
-        need(source.op_type in _MOVING and is_single)
-        if source not in self._moving:
-            source.proto.input[0] = self._make_float(graph, reader, source.input[0], scale, zero)
-        need(self._moving.setdefault(source, (scale, zero)) == (scale, zero))
-        return name
+        key = graph, source, scale, zero
+        if key not in self._moved:
+            places = range(*known(_MOVING.get(source.op_type)).indices(len(source.input)))
+            # Else each channel has its own, or numbers are computed, or an integer 0 is written.
+            need(graph.value(scale).elements == 1 and source.attributes.get("mode") not in {"linear", "cubic"})
+            need(source.op_type != "Pad" or source.has_input(2) or not zero or graph.number(zero) == 0)
+            copy = onnx.NodeProto()
+            copy.CopyFrom(source.proto)
+            for at in filter(source.has_input, places):
+                copy.input[at] = self._make_float(graph, reader, source.input[at], scale, zero)
+            copy.output[:] = [self._name(each) if each else "" for each in source.output]
+            graph.proto.node.append(copy)
+            self._moved[key] = copy.output
+        return self._moved[key][source.output.index(name)]
 
-    def _write_rounding(self, graph: Graph, node: Node) -> None:
-        """Replaces a QuantizeLinear by its definition: Cast(Clip(Round(x / scale) + zero point)).
+    def write_rounding(self, graph: Graph, node: Node) -> bool:
+        """Replaces a QuantizeLinear that is left by its definition, Cast(Clip(Round(x / scale) + zero point)).
 
         Raises:
-            MisfitError: it has several scales, or no zero point of a type that numpy has.
+            MisfitError: it is another node, has several scales, or no zero point of a type that numpy has.
         """
+        need(node.op_type == "QuantizeLinear")
         source, scale, zero = node.input[0], graph.weight(node.input[1]), known(graph.constant(node.given(2)))
         need(scale.size == 1 and zero.dtype.kind in "iu")
         limits, result = np.iinfo(zero.dtype), node.output[0]
@@ -171,23 +186,23 @@ class _Writer:
         stored = [numpy_helper.from_array(number, self._name(f"{result}_bound")) for number in numbers]
         self._graph.initializer.extend(stored)
         by, shift, low, high = (each.name for each in stored)
-        steps = [("Div", [by]), ("Round", []), ("Add", [shift]), ("Clip", [low, high]), ("Cast", [])]
-        for op, operands in steps:
-            made = result if op == "Cast" else self._name(f"{result}_float")
-            graph.proto.node.append(
-                onnx.helper.make_node(op, [source, *operands], [made], self._name(f"{result}_{op}"))
-            )
+        for op, operands in (("Div", [by]), ("Round", []), ("Add", [shift]), ("Clip", [low, high])):
+            made = self._name(f"{result}_{op}")
+            graph.proto.node.append(onnx.helper.make_node(op, [source, *operands], [made], made))
             source = made
         kind = graph.constants[node.input[2]].data_type
-        graph.proto.node[-1].attribute.append(onnx.helper.make_attribute("to", kind))
-        node.proto.output[0] = f"{result}/idle"
+        node.proto.CopyFrom(onnx.helper.make_node("Cast", [source], node.output, node.name, to=kind))
+        return True
 
     def _keep_relu(self, graph: Graph, quantizer: Node) -> str:
         """Returns the tensor that a QuantizeLinear reads, or behind a layer whose range begins at 0, its Relu or Relu6.
 
         A range that ends at 6, up to a step, is that of a Relu6.
         """
-        name, scale = quantizer.input[0], graph.weight(quantizer.input[1])
+        name = quantizer.input[0]
+        if quantizer.op_type != "QuantizeLinear":
+            return name
+        scale = graph.weight(quantizer.input[1])
         zero = graph.weight(quantizer.input[2]) if quantizer.has_input(2) else np.zeros((), np.uint8)
         layer = graph.producers.get(name)
         if (
@@ -198,15 +213,15 @@ class _Writer:
             return name
         if scale.size > 1 or zero.dtype.kind not in "iu" or zero != np.iinfo(zero.dtype).min:
             return name
-        if quantizer not in self._relus:
+        if (graph, quantizer) not in self._relus:
             limits, made = np.iinfo(zero.dtype), self._name(f"{name}_relu")
             bounds = [numpy_helper.from_array(np.array(each, scale.dtype), self._name(made)) for each in (0, 6)]
             is_relu6 = abs((limits.max - limits.min) * float(scale.item()) - 6) <= scale.item()
             self._graph.initializer.extend(bounds if is_relu6 else [])
             op, inputs = ("Clip", [each.name for each in bounds]) if is_relu6 else ("Relu", [])
             graph.proto.node.append(onnx.helper.make_node(op, [name, *inputs], [made], made))
-            self._relus[quantizer] = made
-        return self._relus[quantizer]
+            self._relus[graph, quantizer] = made
+        return self._relus[graph, quantizer]
 
     def _is_number(self, graph: Graph, name: str) -> bool:
         """Returns True for a constant of one element, also one that was quantized: then an Identity reads it now."""

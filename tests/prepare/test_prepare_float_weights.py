@@ -288,6 +288,37 @@ def test_inputs_and_outputs_of_integers_stay(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("body", "ops"),
+    [
+        ("m = Clip(q, low, high)", ["Clip"]),
+        ("k = Concat<axis = 0>(q, v) m = Transpose(k)", ["Concat", "Transpose"]),
+        ("a, b = Split<axis = 1>(q) m = Max(b, a)", ["Max", "Split"]),
+        ("m = Pad(q, pads, z)", ["Pad"]),
+        ("m = Where(is_kept, v, q)", ["Where"]),
+        ("m = ReduceMax<keepdims = 0>(q)", ["ReduceMax"]),
+        ("a = QuantizeLinear<axis=0>(x, t, u) b = DequantizeLinear<axis=0>(a, t, u) m = QuantizeLinear(b, s, z)", []),
+        # An integer 0 does not stand for 0.
+        ("m = Pad(q, pads)", ["Add", "Cast", "Clip", "DequantizeLinear", "Div", "Pad", "Round"]),
+        ("m = Add(q, one)", ["Add", "Add", "Cast", "Clip", "DequantizeLinear", "Div", "Round"]),
+    ],
+)
+def test_integers_that_are_moved_are_moved_in_float(body: str, ops: list[str], tmp_path: Path) -> None:
+    """The scale is computed in the graph, as PyTorch's exporters write it; Brevitas limits the integers by a Clip."""
+    text = f"""g (float[2,8] x) => (float[] y) {{ s = Mul(r, half) q = QuantizeLinear(x, s, z)
+        {body} d = DequantizeLinear(m, s, z) y = Identity(d) }}"""
+    weights: dict[str, Array] = {
+        "r": np.array(0.04, np.float32), "half": np.array(0.5, np.float32), "z": np.array(128, np.uint8),
+        "low": np.array(128, np.uint8), "high": np.array(150, np.uint8), "pads": np.array([0, 1, 0, 1]),
+        "v": np.arange(100, 116, dtype=np.uint8).reshape(2, 8), "is_kept": np.eye(2, 8, dtype=bool),
+        "t": np.array([0.02, 0.04], np.float32), "u": np.array([100, 140], np.uint8), "one": np.array(1, np.uint8),
+    }  # fmt: skip
+    model = make_model(text, tmp_path / "q.onnx", weights=weights)
+    x = np.random.default_rng(0).uniform(-1.5, 1.5, (2, 8)).astype(np.float32)
+    found = assert_becomes_float(model, x, tmp_path)
+    assert sorted(op for op in found if op != "Identity") == ops
+
+
 @pytest.mark.parametrize("format_", [QuantFormat.QDQ, QuantFormat.QOperator])
 def test_what_onnx_runtime_quantizes_is_float_again(format_: QuantFormat, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -316,7 +347,7 @@ def test_what_onnx_runtime_quantizes_is_float_again(format_: QuantFormat, tmp_pa
             "quantized operators that cannot be made float: DynamicQuantizeLinear",
         ),
         (
-            "s = Constant<value_float = 0.1>() q = QuantizeLinear(x, s) y = Cast<to = 1>(q)",
+            "s = Constant<value = float[4] {1, 2, 3, 4}>() q = QuantizeLinear<axis = 0>(x, s) y = Cast<to = 1>(q)",
             r"float: QuantizeLinear \(give the float model that it was made from\)",
         ),
     ],
