@@ -282,7 +282,7 @@ _NO_LOCALE = (
 _HINTS = {
     "[Oo]pset": "lower the opset: edgekit prepare MODEL --opset 21 --out FILE",
     "construct locale": _NO_LOCALE,
-    "NOT_IMPLEMENTED": "the model uses an operator, or an element type of one, that this ONNX Runtime does not have",
+    "NOT_IMPLEMENTED": "this ONNX Runtime lacks the operator, or its element type: export bfloat16 in float32, say",
     # In ONNX's own domain: tf2onnx leaves what it cannot convert, such as TensorFlow's Erfc of an exact GELU.
     r"No Op registered for (\w+) with domain_version of (\d+)": (
         "export the model with other operators of ONNX, or a newer opset: there is no {0} in {1}"

@@ -18,7 +18,7 @@ from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
 from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
-from edgekit.check.report import VERDICTS
+from edgekit.check.report import VERDICTS, CheckReport
 from edgekit.data.data_check import accept_pixels, find_missing
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import free_axes, pad_samples
@@ -193,7 +193,7 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
     graph = read_graph(inputs.prepared)
     for target in () if inputs.is_quantized else job.targets:
         precision = choose_precision(target, job.recipe.precision)
-        reason = explain_no_gain(graph, target, precision, partial(check_model, inputs.prepared, target))
+        reason = explain_no_gain(graph, target, precision, partial(_check_float, inputs.prepared, target, job))
         if reason is not None and "fp32" in target.precisions:
             job.progress(reason)
             # A precision that the user asked for is never replaced.
@@ -204,6 +204,14 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
     read_float_form = functools.cache(partial(_read_float_form, inputs, given, data, job))
     inputs = msgspec.structs.replace(inputs, read_float_form=read_float_form)
     return msgspec.structs.replace(inputs, replanned=_list_replanned(inputs, job))
+
+
+def _check_float(prepared: Model, target: Target, job: BuildJob) -> CheckReport:
+    """Returns what a target takes of a model in float, after the rewrites for that."""
+    if not job.recipe.fix:
+        return check_model(prepared, target)
+    out = job.work / f"{target.name}-float" / prepared.path.name
+    return fix_for_target(prepared, out, target, stays_float=True).after
 
 
 def _read_float_form(inputs: BuildInputs, given: Model, data: Data, job: BuildJob) -> BuildInputs | None:

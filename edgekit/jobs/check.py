@@ -153,7 +153,7 @@ def check_targets(
             found[target.name] = msgspec.structs.replace(found[target.name], report=report, built=built)
         floats: dict[str, str] = {}
         for target in targets:
-            check = partial(getattr, found[target.name], "report")
+            check = partial(getattr, found[target.name], "shipped")
             if reason := explain_no_gain(graph, target, target.precision, check):
                 floats[target.name] = reason
         refused = [name for name, each in found.items() if each.is_refused]

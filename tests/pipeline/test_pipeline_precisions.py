@@ -272,3 +272,16 @@ def test_a_quantized_model_of_which_no_session_starts_is_not_shipped(tmp_path: P
     assert told.startswith("no session of the int8 model starts on xnnpack because of 1 node: ConvTr")
     assert "must be a scalar" in told
     assert "give the float model" in told
+
+
+def test_weights_of_integers_are_float_where_a_target_multiplies_in_float_only(tmp_path: Path) -> None:
+    text = """g (float[6,8] x) => (float[6,8] y) <float s = {0.01}, int8 z = {0}>
+        { d = DequantizeLinear(w, s, z) y = MatMul(x, d) }"""
+    rng = np.random.default_rng(0)
+    model = save_net(text, tmp_path / "m.onnx", w=rng.integers(-99, 99, (8, 8)).astype(np.int8)).path
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(8, 6, 8)).astype(np.float32))
+    recipe = Recipe(targets=("xnnpack",))
+    (bundle,) = build(model, Data(source=str(tmp_path / "data.npz")), tmp_path / "out", recipe, verify=False).bundles
+    told = "xnnpack takes at most 0% of this model's work in int8, and 100% in float"
+    assert f"built as fp32: {told}" in bundle.notes
+    assert f"fp32: {told}" in check_targets(model, recipe).recommended.reasons
