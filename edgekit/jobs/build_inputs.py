@@ -199,10 +199,11 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
             # A precision that the user asked for is never replaced.
             floats |= {target.name: reason} if job.recipe.precision == "auto" else {}
     inputs = msgspec.structs.replace(inputs, floats=floats)
-    if not (inputs.is_quantized and job.recipe.fix):
+    if not inputs.is_quantized:
         return inputs
-    read_float_form = functools.cache(partial(_read_float_form, inputs, given, data, job))
-    inputs = msgspec.structs.replace(inputs, read_float_form=read_float_form)
+    if job.recipe.fix:
+        read_float_form = functools.cache(partial(_read_float_form, inputs, given, data, job))
+        inputs = msgspec.structs.replace(inputs, read_float_form=read_float_form)
     return msgspec.structs.replace(inputs, replanned=_list_replanned(inputs, job))
 
 
@@ -229,9 +230,18 @@ def _read_float_form(inputs: BuildInputs, given: Model, data: Data, job: BuildJo
 
 
 def _list_replanned(inputs: BuildInputs, job: BuildJob) -> dict[str, str]:
-    """Returns for each target whose verdict on the float form of a quantized model is better, the shares it takes."""
-    replanned = dict[str, str]()
-    for target in job.targets:
+    """Returns the targets for which the float form of a quantized model is built, and why: the verdict on it is better.
+
+    Raises:
+        ModelError: the recipe wants another precision than int8, and there is no float form.
+    """
+    wanted, replanned = job.recipe.precision, dict[str, str]()
+    if wanted not in {"auto", "int8"}:
+        if inputs.read_float_form() is None:
+            words = f"'{inputs.source.name}' is quantized already, and no float form of it can be built as {wanted}"
+            raise ModelError(words, hint="give the float model, or leave --precision out")
+        return {target.name: f"--precision {wanted} is asked for" for target in job.targets}
+    for target in job.targets if job.recipe.fix else ():
         before, work = check_model(inputs.prepared, target), job.work / f"{target.name}-forms"
         if before.verdict != VERDICTS[-1]:
             before = fix_for_target(inputs.prepared, work / inputs.prepared.path.name, target, before=before).after

@@ -62,7 +62,8 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     DynamicQuantizeLinear(x), W)), scale of x * scale of W) becomes MatMul(x, W), and a ConvInteger likewise a Conv;
     what ONNX Runtime fuses (DynamicQuantizeMatMul, QAttention) becomes float too. A constant with a DequantizeLinear
     becomes a float constant. Inputs and outputs keep their types: a QuantizeLinear whose integers are an output, or are
-    computed with, becomes Div, Round, Add, Clip and Cast. Subgraphs are changed as well.
+    computed with, becomes Div, Round, Add, Clip and Cast, and a DequantizeLinear of an input Cast, Sub and Mul.
+    Subgraphs are changed as well.
 
     Raises:
         ModelError: the model is not quantized, or has quantized operators for which there is no float form here.
@@ -156,7 +157,9 @@ class _Writer:
         if name in graph.constants:
             need(graph.constants.keys() >= {scale, *filter(None, [zero])})
             return self._store(graph, reader, name, scale, zero)
-        source = known(source)
+        if source is None:
+            need(name in graph.inputs and graph.constants.keys() >= {scale, *filter(None, [zero])})
+            return self._scale_input(graph, name, scale, zero)
         key = graph, source, scale, zero
         if key not in self._moved:
             places = range(*known(_MOVING.get(source.op_type)).indices(len(source.input)))
@@ -171,6 +174,19 @@ class _Writer:
             graph.proto.node.append(copy)
             self._moved[key] = copy.output
         return self._moved[key][source.output.index(name)]
+
+    def _scale_input(self, graph: Graph, name: str, scale: str, zero: str) -> str:
+        """Returns the float tensor of an input of integers by definition, (Cast(x) - zero point) * scale."""
+        kind = graph.constants[scale].data_type
+        need(graph.value(scale).elements == 1)
+        shift = np.zeros(()) if not zero else graph.weight(zero)
+        stored = numpy_helper.from_array(shift.astype(graph.weight(scale).dtype), self._name(f"{name}_zero"))
+        self._graph.initializer.append(stored)
+        wide, shifted, made = (self._name(f"{name}_{op}") for op in ("Cast", "Sub", "Mul"))
+        graph.proto.node.append(onnx.helper.make_node("Cast", [name], [wide], wide, to=kind))
+        graph.proto.node.append(onnx.helper.make_node("Sub", [wide, stored.name], [shifted], shifted))
+        graph.proto.node.append(onnx.helper.make_node("Mul", [shifted, scale], [made], made))
+        return made
 
     def write_rounding(self, graph: Graph, node: Node) -> bool:
         """Replaces a QuantizeLinear that is left by its definition, Cast(Clip(Round(x / scale) + zero point)).

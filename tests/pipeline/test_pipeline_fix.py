@@ -166,6 +166,12 @@ def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_
         assert check.verdict == "yes"
     shipped = onnx.load(tmp_path / "out" / "sixteen-cpu" / "model.onnx")
     assert any(np.array_equal(numpy_helper.to_array(it), weights["u"]) for it in shipped.graph.initializer)
+    # Another precision than int8 is that of the float form.
+    (half,) = build(model, data, tmp_path / "half", Recipe(targets=("qnn",), precision="fp16"), verify=False).bundles
+    assert half.precision == "fp16"
+    assert half.notes[0].endswith(": --precision fp16 is asked for")
+    with pytest.raises(ModelError, match="no float form of it can be built as fp16"):
+        build(model, data, tmp_path / "no", Recipe(targets=("qnn",), precision="fp16", fix=False), verify=False)
     # The build does as the check says.
     summary = check_targets(model, Recipe(targets=targets))
     assert {n for n, it in summary.targets.items() if any(a.id == "float-form" for a in it.report.advice)} == replanned
