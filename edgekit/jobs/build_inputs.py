@@ -216,10 +216,11 @@ def _check_float(prepared: Model, target: Target, job: BuildJob) -> CheckReport:
 
 
 def _read_float_form(inputs: BuildInputs, given: Model, data: Data, job: BuildJob) -> BuildInputs | None:
-    work = job.work / "float-form"
+    # Another build may find these inputs in the cache: their source stays as long as they do.
+    work, kept = job.work / "float-form", job.cache.work or job.work
     job.progress("compute the float form of the quantized model")
     try:
-        floating = dequantize_model(given, work / "float" / given.path.name)
+        floating = dequantize_model(given, kept / f"float-{given.sha256}" / given.path.name)
         form = read_build_inputs(floating, data, msgspec.structs.replace(job, work=work))
     except FAILURES as error:
         job.progress(f"the quantized model has no float form: {quote_error(error)}")

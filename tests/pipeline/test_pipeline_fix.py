@@ -153,7 +153,9 @@ def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_
     onnx.save(parse_net(SIXTEEN, weights, opset=21, ir_version=10), model)
     np.savez(tmp_path / "data.npz", x=rng.normal(size=(24, 4, 8, 8)).astype(np.float32))
     data, targets = Data(source=str(tmp_path / "data.npz")), ("nnapi", "coreml", "qnn", "cpu")
-    report = build(model, data, tmp_path / "out", Recipe(targets=targets, forms=("onnx",)), verify=False)
+    (tmp_path / "work").mkdir()
+    recipe, cache = Recipe(targets=targets, forms=("onnx",)), BuildCache(work=tmp_path / "work")
+    report = build(model, data, tmp_path / "out", recipe, verify=False, cache=cache)
     told = "made from the float form of the quantized model, which differs from it by "
     replanned = {each.target for each in report.bundles if any(note.startswith(told) for note in each.notes)}
     assert replanned == {"nnapi", "coreml"}, [each.notes for each in report.bundles]
@@ -166,6 +168,11 @@ def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_
         assert check.verdict == "yes"
     shipped = onnx.load(tmp_path / "out" / "sixteen-cpu" / "model.onnx")
     assert any(np.array_equal(numpy_helper.to_array(it), weights["u"]) for it in shipped.graph.initializer)
+    # A second build finds the float form in the cache.
+    (again,) = build(
+        model, data, tmp_path / "again", Recipe(targets=("nnapi",), forms=("onnx",)), verify=False, cache=cache
+    ).bundles
+    assert again.files["model.onnx"] == _find(report, "nnapi").files["model.onnx"]
     # Another precision than int8 is that of the float form.
     (half,) = build(model, data, tmp_path / "half", Recipe(targets=("qnn",), precision="fp16"), verify=False).bundles
     assert half.precision == "fp16"
