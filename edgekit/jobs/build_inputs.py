@@ -27,14 +27,20 @@ from edgekit.data.sets import SampleSets, read_sample_sets
 from edgekit.errors import FAILURES, DataError, ModelError, UsageError, quote_error
 from edgekit.graph.graph import read_graph
 from edgekit.graph.spatial import takes_raw_pixels
-from edgekit.jobs.check import describe_share, fix_for_target, gain_on_target, list_versions, prefer_float_form
+from edgekit.jobs.check import (
+    describe_share,
+    fix_for_target,
+    gain_on_target,
+    list_versions,
+    make_float_form,
+    prefer_float_form,
+)
 from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.state import State
 from edgekit.model.tensors import Array, StatedOutput, check_outputs
 from edgekit.prepare import ready_model
 from edgekit.prepare.clean import make_runnable
-from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, Stopwatch
@@ -220,7 +226,7 @@ def _read_float_form(inputs: BuildInputs, given: Model, data: Data, job: BuildJo
     work, kept = job.work / "float-form", job.cache.work or job.work
     job.progress("compute the float form of the quantized model")
     try:
-        floating = dequantize_model(given, kept / f"float-{given.sha256}" / given.path.name)
+        floating = make_float_form(given, kept / f"float-{given.sha256}" / given.path.name)
         form = read_build_inputs(floating, data, msgspec.structs.replace(job, work=work))
     except FAILURES as error:
         job.progress(f"the quantized model has no float form: {quote_error(error)}")

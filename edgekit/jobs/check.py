@@ -32,7 +32,7 @@ from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, find_integer_ops, find_reader, load_model
+from edgekit.model.model import MOST_INLINE_BYTES, Model, find_integer_ops, find_reader, load_model
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.dequantize import dequantize_model
 from edgekit.prepare.external import place_weights, refuse_inline
@@ -246,12 +246,26 @@ def prefer_float_form(
     return rewritten if VERDICTS.index(rewritten.after.verdict) > VERDICTS.index(quantized.verdict) else None
 
 
+def make_float_form(source: Model, out: Path) -> Model:
+    """Writes the float form of a quantized model to `out`, as `dequantize_model`, if it needs no second file.
+
+    Raises:
+        ModelError: it has none, or its weights might take more than 2 GB: the memory for them is asked for by a user.
+        OutputError: `out` cannot be written.
+    """
+    # From 8 bits to 32.
+    if 4 * source.size_bytes > MOST_INLINE_BYTES:
+        words = f"the float form of '{source.path.name}' may take more than 2 GB"
+        raise ModelError(words, hint="make it, and give that: edgekit prepare MODEL --dequantize --out FILE")
+    return dequantize_model(source, out)
+
+
 def _sketch_float_form(source: Model, dims: Mapping[str, int], folder: Path) -> Model | None:
     """Returns the float form of a quantized model, prepared without weights, or None if there is none."""
     if not find_integer_ops(skim_model(source.path)):
         return None
     with suppress(ModelError, RuntimeRefusal, UsageError):
-        floating = dequantize_model(source, folder / source.path.name)
+        floating = make_float_form(source, folder / source.path.name)
         return sketch_model(floating, folder / "prepared" / source.path.name, dims, may_stay_open=True)
     return None
 

@@ -146,13 +146,28 @@ SIXTEEN = """(float[1,4,8,8] x) => (float[1,4,8,8] y)
       y = DequantizeLinear(p, s, z) }"""
 
 
-def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_float_form(tmp_path: Path) -> None:
+def test_a_float_form_of_gigabytes_is_left_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = _save_sixteen(tmp_path)
+    monkeypatch.setattr("edgekit.jobs.check.MOST_INLINE_BYTES", 4 * model.stat().st_size - 1)
+    said = list[str]()
+    build(model, data, tmp_path / "out", Recipe(targets=("nnapi",)), verify=False, progress=said.append)
+    assert any("may take more than 2 GB" in line and "--dequantize" in line for line in said), said
+    assert "float-form" not in str(check_targets(model, Recipe(targets=("nnapi",))).targets["nnapi"].report.advice)
+
+
+def _save_sixteen(folder: Path) -> tuple[Path, Data]:
     rng = np.random.default_rng(3)
     weights: dict[str, Array] = {name: rng.integers(-40, 40, (4, 4, 3, 3)).astype(np.int8) for name in "uv"}
-    model = tmp_path / "sixteen.onnx"
+    model, samples = folder / "sixteen.onnx", folder / "data.npz"
     onnx.save(parse_net(SIXTEEN, weights, opset=21, ir_version=10), model)
-    np.savez(tmp_path / "data.npz", x=rng.normal(size=(24, 4, 8, 8)).astype(np.float32))
-    data, targets = Data(source=str(tmp_path / "data.npz")), ("nnapi", "coreml", "qnn", "cpu")
+    np.savez(samples, x=rng.normal(size=(24, 4, 8, 8)).astype(np.float32))
+    return model, Data(source=str(samples))
+
+
+def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_float_form(tmp_path: Path) -> None:
+    model, data = _save_sixteen(tmp_path)
+    weights = {it.name: numpy_helper.to_array(it) for it in onnx.load(model).graph.initializer}
+    targets = ("nnapi", "coreml", "qnn", "cpu")
     (tmp_path / "work").mkdir()
     recipe, cache = Recipe(targets=targets, forms=("onnx",)), BuildCache(work=tmp_path / "work")
     report = build(model, data, tmp_path / "out", recipe, verify=False, cache=cache)
