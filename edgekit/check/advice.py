@@ -14,7 +14,7 @@ from edgekit.check.macs import assume_sizes
 from edgekit.check.report import YES_SHARE, Advice, CheckedNode, count_of
 from edgekit.errors import ModelError, UsageError
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, ORT_DOMAIN, is_own
-from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
+from edgekit.graph.graph import Graph, Value, infer_graph
 from edgekit.graph.match import find_infinite_tensors
 from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs, read_inputs
@@ -35,15 +35,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A checked graph, and a way to check it again after a change.
 
     `splits` is True if a refused node cuts the graph into pieces: then a missing operator matters even if it computes
-    little. `takes_integers` is True if the provider takes quantized models at all, `wants_whole` if a session needs
-    every node taken.
+    little. `wants_whole` is True if a session needs every node taken.
     """
 
     graph: Graph
     nodes: Sequence[CheckedNode]
     recheck: Recheck
     splits: bool = True
-    takes_integers: bool = True
     wants_whole: bool = False
 
     def refused(self, op: str | None = None, because: str = "") -> tuple[str, ...]:
@@ -200,29 +198,6 @@ def _find_dims(case: Case) -> Iterator[Finding]:
         yield Finding(nodes=dynamic, changed=msgspec.structs.replace(case.graph, values=values))
 
 
-def _find_float(case: Case) -> Iterator[Finding]:
-    """Removes Q and DQ nodes, so that the same rules predict what the float model gains."""
-    quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
-    if not quantizers or case.takes_integers:
-        return
-    source: dict[str, str] = {}
-    constants, values = dict(case.graph.constants), dict(case.graph.values)
-    kept: list[Node] = []
-    for node in case.graph.nodes:
-        inputs = tuple(source.get(name, name) for name in node.input)
-        if node.op_type not in {"QuantizeLinear", "DequantizeLinear"} or node.output[0] in case.graph.outputs:
-            kept.append(msgspec.structs.replace(node, input=inputs, index=len(kept)))
-            continue
-        name = inputs[0]
-        source[node.output[0]] = name
-        if name in constants:
-            constants[name] = onnx.TensorProto(name=name, dims=constants[name].dims, data_type=onnx.TensorProto.FLOAT)
-        else:
-            values[name] = msgspec.structs.replace(case.graph.value(name), dtype="float32")
-    changed = index_nodes(msgspec.structs.replace(case.graph, constants=constants, values=values), kept)
-    yield Finding(nodes=quantizers, changed=changed)
-
-
 def _find_opset(case: Case) -> Iterator[Finding]:
     refused = case.refused(because="older than") + case.refused(because="the model's opset")
     if not refused or read_opset(case.graph.model) == DEFAULT_OPSET:
@@ -253,7 +228,7 @@ _INSTEAD: Mapping[str, str] = dict.fromkeys(
 
 def _find_missing(case: Case) -> Iterator[Finding]:
     missing = set(case.refused(because="has no builder"))
-    # The nodes that quantize have advice of their own, `use-float`.
+    # For the nodes that quantize, the float form of the model is the advice (`edgekit.jobs.check`).
     nodes = [node for node in case.nodes if node.name in missing and not (node.is_quantizer or node.fatal)]
     found = dict[tuple[str, str], list[str]]()
     for node in nodes:
@@ -360,9 +335,6 @@ ADVISERS: tuple[Adviser, ...] = (
             "fix the dynamic dimensions with --dim NAME=INT: {count} depend on them", _find_dims),
     Adviser("opset", "automatic",
             f"change the opset, {{count}} depend on it: edgekit prepare --opset {DEFAULT_OPSET}", _find_opset),
-    Adviser("use-float", "manual",
-            "give it the float model, as fp16 where the target wants it: the provider takes no quantized one",
-            _find_float),
     Adviser("freeze-input", "manual",
             "one input alone decides which branch of an If runs; make it a constant: --freeze {word}=NUMBER",
             _find_choices),

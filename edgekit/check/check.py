@@ -96,7 +96,7 @@ def _open_case(graph: Graph, model: Model, target: Target, book: RuleBook) -> Ca
 
     return Case(
         graph=graph, nodes=recheck(graph, model.opsets.get("ai.onnx", 1)), recheck=recheck,
-        splits=book.placing.style == "wave", takes_integers=book.units.qdq,
+        splits=book.placing.style == "wave",
         wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",
     )  # fmt: skip
 

@@ -130,7 +130,6 @@ def test_a_recurrent_net_is_told_where_to_go(tmp_path: Path) -> None:
     [
         (QuantType.QInt8, "nnapi", "uint8-activations"),
         (QuantType.QUInt8, "xnnpack", "int8-activations"),
-        (QuantType.QInt8, "coreml", "use-float"),
     ],
 )
 def test_a_quantization_of_another_target_is_named(tmp_path: Path, sign: QuantType, target: str, id_: str) -> None:
@@ -139,14 +138,13 @@ def test_a_quantization_of_another_target_is_named(tmp_path: Path, sign: QuantTy
     assert best.gain_nodes > 10
 
 
-def test_dynamic_quantization_is_named_and_a_target_of_integers_is_not_said_to_take_none(tmp_path: Path) -> None:
+def test_dynamic_quantization_is_named(tmp_path: Path) -> None:
     body = """(float[1,4] x) => (float[1,2] y)
         <uint8[4,2] w = {1,2,3,4,5,6,7,8}, float scale = {0.5}, uint8 zero = {7}, uint8[4] table = {1,2,3,4}>
         { q, s, z = DynamicQuantizeLinear(x) m = MatMulInteger(q, w, z) f = Cast<to=1>(m) g = Mul(f, s)
         e = DequantizeLinear(table, scale, zero) h = Shape(e) i = Cast<to=1>(h) y = Add(g, i) }"""
     advice = _advice(tmp_path, body, "xnnpack")
     assert "edgekit build takes the float form" in advice["no-builder"].message
-    assert "use-float" not in advice
 
 
 def test_no_size_is_asked_for_where_values_decide_it(tmp_path: Path) -> None:
