@@ -59,6 +59,8 @@ from edgekit.verify.task_scores import check_class_labels
 
 # A thousand classes of 10,000 samples, and fields of scores of a few hundred.
 _MAX_KEPT_BYTES = 64 << 20
+# A float form of which less is left than nine tenths is another network: then the ranges are a part of the model.
+_ALIKE_DB = 10.0
 
 
 class BuildCache(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,18 +223,22 @@ def _check_float(prepared: Model, target: Target, job: BuildJob) -> CheckReport:
     return fix_for_target(prepared, out, target, stays_float=True).after
 
 
-def _read_float_form(inputs: BuildInputs, given: Model, data: Data, job: BuildJob) -> BuildInputs | None:
+def _read_float_form(
+    inputs: BuildInputs, given: Model, data: Data, job: BuildJob, *, keeps_ranges: bool = False
+) -> BuildInputs | None:
     # Another build may find these inputs in the cache: their source stays as long as they do.
-    work, kept = job.work / "float-form", job.cache.work or job.work
+    name, kept = f"float-form{'-clipped' * keeps_ranges}", job.cache.work or job.work
     job.progress("compute the float form of the quantized model")
     try:
-        floating = make_float_form(given, kept / f"float-{given.sha256}" / given.path.name)
-        form = read_build_inputs(floating, data, msgspec.structs.replace(job, work=work))
+        floating = make_float_form(given, kept / f"{name}-{given.sha256}" / given.path.name, keeps_ranges=keeps_ranges)
+        form = read_build_inputs(floating, data, msgspec.structs.replace(job, work=job.work / name))
     except FAILURES as error:
         job.progress(f"the quantized model has no float form: {quote_error(error)}")
         return None
     rounding = _measure_rounding(inputs, form)
-    origin = f"made from the float form of the quantized model, which differs from it by {rounding}"
+    if rounding is not None and rounding < _ALIKE_DB and not keeps_ranges:
+        return _read_float_form(inputs, given, data, job, keeps_ranges=True)
+    origin = f"made from the float form of the quantized model, which differs from it by {format_sqnr(rounding)}"
     return msgspec.structs.replace(form, origin=origin)
 
 
@@ -261,7 +267,7 @@ def _list_replanned(inputs: BuildInputs, job: BuildJob) -> dict[str, str]:
     return replanned
 
 
-def _measure_rounding(quantized: BuildInputs, floating: BuildInputs) -> str:
+def _measure_rounding(quantized: BuildInputs, floating: BuildInputs) -> float | None:
     """Returns by how many dB the worst output of a quantized model differs from its float form on golden samples."""
     signal, noise = defaultdict[str, float](float), defaultdict[str, float](float)
     for rounded, wanted in zip(read_outputs(quantized.golden), read_outputs(floating.golden), strict=True):
@@ -270,7 +276,7 @@ def _measure_rounding(quantized: BuildInputs, floating: BuildInputs) -> str:
                 exact = value.astype(np.float64)
                 signal[name] += float(np.square(exact).sum())
                 noise[name] += float(np.square(exact - rounded[name]).sum())
-    return format_sqnr(min((ratio_db(signal[name], noise[name]) for name in signal), default=None))
+    return min((ratio_db(signal[name], noise[name]) for name in signal), default=None)
 
 
 def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob) -> str:

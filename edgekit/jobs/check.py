@@ -246,7 +246,7 @@ def prefer_float_form(
     return rewritten if VERDICTS.index(rewritten.after.verdict) > VERDICTS.index(quantized.verdict) else None
 
 
-def make_float_form(source: Model, out: Path) -> Model:
+def make_float_form(source: Model, out: Path, *, keeps_ranges: bool = False) -> Model:
     """Writes the float form of a quantized model to `out`, as `dequantize_model`, if it needs no second file.
 
     Raises:
@@ -257,7 +257,7 @@ def make_float_form(source: Model, out: Path) -> Model:
     if 4 * source.size_bytes > MOST_INLINE_BYTES:
         words = f"the float form of '{source.path.name}' may take more than 2 GB"
         raise ModelError(words, hint="make it, and give that: edgekit prepare MODEL --dequantize --out FILE")
-    return dequantize_model(source, out)
+    return dequantize_model(source, out, keeps_ranges=keeps_ranges)
 
 
 def _sketch_float_form(source: Model, dims: Mapping[str, int], folder: Path) -> Model | None:

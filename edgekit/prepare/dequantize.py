@@ -53,7 +53,7 @@ _MOVING: Mapping[str, slice] = {
 }
 
 
-def dequantize_model(model: models.Model, out: Path) -> models.Model:
+def dequantize_model(model: models.Model, out: Path, *, keeps_ranges: bool = False) -> models.Model:
     """Writes the float model of a quantized one to `out`, and returns it.
 
     A QuantizeLinear and the DequantizeLinear that reads it go, also those of which ONNX Runtime's QLinear operators
@@ -64,6 +64,9 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     becomes a float constant. Inputs and outputs keep their types: a QuantizeLinear whose integers are an output, or are
     computed with, becomes Div, Round, Add, Clip and Cast, and a DequantizeLinear of an input Cast, Sub and Mul.
     Subgraphs are changed as well.
+
+    With `keeps_ranges` a Clip stays in place of each QuantizeLinear with one scale. What it cuts off is an error of
+    ranges that a calibration chose, but a part of the network if training learned the ranges (PACT, LSQ).
 
     Raises:
         ModelError: the model is not quantized, or has quantized operators for which there is no float form here.
@@ -77,7 +80,7 @@ def dequantize_model(model: models.Model, out: Path) -> models.Model:
     drop_initializer_inputs(proto.graph)
     name_nodes(proto.graph)
     apply_rewrites(proto, (fused.split_qlinear.id,))
-    writer, found = _Writer(proto), list[bool | None]()
+    writer, found = _Writer(proto, keeps_ranges=keeps_ranges), list[bool | None]()
     for write in (writer.write, writer.write_rounding):
         models.refill(proto.graph.node, models.order_nodes(proto.graph))
         nodes = [(graph, node) for graph in _iterate(view_model(proto), {}) for node in graph.nodes]
@@ -107,16 +110,16 @@ def _iterate(graph: Graph, outer: Mapping[str, Node]) -> Iterator[Graph]:
 class _Writer:
     """Replaces integer layers and the weights that they read by float ones, in place."""
 
-    def __init__(self, proto: onnx.ModelProto) -> None:
-        self._graph, self._taken = proto.graph, models.list_names(proto.graph)
+    def __init__(self, proto: onnx.ModelProto, *, keeps_ranges: bool) -> None:
+        self._graph, self._taken, self._keeps_ranges = proto.graph, models.list_names(proto.graph), keeps_ranges
         # The float constant made from integers, scale and zero point, by the ids of these tensors.
         self._made: dict[tuple[int, ...], str] = {}
         # Those of one element.
         self._numbers: set[str] = set()
         # What an operator that moved integers gives in float, by the graph that reads it, their scale and zero point.
         self._moved: dict[tuple[Graph, Node, str, str], Sequence[str]] = {}
-        # The Relu behind a layer, by the QuantizeLinear whose range clips like it, and the graph that reads it.
-        self._relus: dict[tuple[Graph, Node], str] = {}
+        # The Clip or Relu in place of a QuantizeLinear, by this and the graph that reads it.
+        self._clips: dict[tuple[Graph, Node], str] = {}
 
     def write(self, graph: Graph, node: Node) -> bool:
         """Replaces an integer layer by a float one and returns True.
@@ -153,7 +156,7 @@ class _Writer:
         if source is not None and source.op_type in {"QuantizeLinear", "DynamicQuantizeLinear"}:
             pairs = zip(source.output[1:] or (source.input[1], source.given(2)), (scale, zero), strict=True)
             need(all(one == other or _is_equal(graph, one, other) for one, other in pairs))
-            return self._keep_relu(graph, source)
+            return self._keep_range(graph, source)
         if name in graph.constants:
             need(graph.constants.keys() >= {scale, *filter(None, [zero])})
             return self._store(graph, reader, name, scale, zero)
@@ -210,34 +213,32 @@ class _Writer:
         node.proto.CopyFrom(onnx.helper.make_node("Cast", [source], node.output, node.name, to=kind))
         return True
 
-    def _keep_relu(self, graph: Graph, quantizer: Node) -> str:
-        """Returns the tensor that a QuantizeLinear reads, or behind a layer whose range begins at 0, its Relu or Relu6.
+    def _keep_range(self, graph: Graph, quantizer: Node) -> str:
+        """Returns the tensor that a QuantizeLinear reads, or a Clip of it that its range means: see `dequantize_model`.
 
-        A range that ends at 6, up to a step, is that of a Relu6.
+        Of a range that begins at 0 that is a Relu, or a Relu6 if it ends at 6, up to a step.
         """
-        name = quantizer.input[0]
-        if quantizer.op_type != "QuantizeLinear":
+        name, layer = quantizer.input[0], graph.producers.get(quantizer.input[0])
+        zero = graph.constant(quantizer.input[2]) if quantizer.has_input(2) else np.zeros((), np.uint8)
+        scale = graph.constant(quantizer.given(1))
+        if scale is None or scale.size > 1 or zero is None or zero.dtype.kind not in "iu":
             return name
-        scale = graph.weight(quantizer.input[1])
-        zero = graph.weight(quantizer.input[2]) if quantizer.has_input(2) else np.zeros((), np.uint8)
-        layer = graph.producers.get(name)
-        if (
-            layer is None
-            or layer.op_type not in _ACTIVATED
-            or any(self._is_number(graph, each) for each in layer.input)
-        ):
-            return name
-        if scale.size > 1 or zero.dtype.kind not in "iu" or zero != np.iinfo(zero.dtype).min:
-            return name
-        if (graph, quantizer) not in self._relus:
-            limits, made = np.iinfo(zero.dtype), self._name(f"{name}_relu")
-            bounds = [numpy_helper.from_array(np.array(each, scale.dtype), self._name(made)) for each in (0, 6)]
-            is_relu6 = abs((limits.max - limits.min) * float(scale.item()) - 6) <= scale.item()
-            self._graph.initializer.extend(bounds if is_relu6 else [])
-            op, inputs = ("Clip", [each.name for each in bounds]) if is_relu6 else ("Relu", [])
-            graph.proto.node.append(onnx.helper.make_node(op, [name, *inputs], [made], made))
-            self._relus[graph, quantizer] = made
-        return self._relus[graph, quantizer]
+        limits = np.iinfo(zero.dtype)
+        bounds = [(each - float(zero.item())) * float(scale.item()) for each in (limits.min, limits.max)]
+        if not self._keeps_ranges:
+            if bounds[0] or layer is None or layer.op_type not in _ACTIVATED:
+                return name
+            if any(self._is_number(graph, each) for each in layer.input):
+                return name
+            bounds = [0.0, 6.0] if abs(bounds[1] - 6) <= scale.item() else []
+        if (graph, quantizer) not in self._clips:
+            made = self._name(f"{name}_clip")
+            stored = [numpy_helper.from_array(np.array(each, scale.dtype), self._name(made)) for each in bounds]
+            self._graph.initializer.extend(stored)
+            inputs = [name, *(each.name for each in stored)]
+            graph.proto.node.append(onnx.helper.make_node("Clip" if stored else "Relu", inputs, [made], made))
+            self._clips[graph, quantizer] = made
+        return self._clips[graph, quantizer]
 
     def _is_number(self, graph: Graph, name: str) -> bool:
         """Returns True for a constant of one element, also one that was quantized: then an Identity reads it now."""

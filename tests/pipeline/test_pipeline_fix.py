@@ -200,6 +200,24 @@ def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_
     assert all(summary.targets[name].shipped.verdict == "yes" for name in replanned)
 
 
+@pytest.mark.parametrize(("scale", "clips"), [(0.08, False), (0.002, True)])
+def test_the_float_form_keeps_ranges_that_cut_off_what_no_calibration_would(
+    scale: float, tmp_path: Path, *, clips: bool
+) -> None:
+    """Training can learn them (PACT): without them it is another network."""
+    text = f"""g (float[1,4,8,8] x) => (float[1,4,8,8] y) <float s = {{{scale}}}, uint8 z = {{128}}>
+        {{ c = Conv(x, w) q = QuantizeLinear(c, s, z) d = DequantizeLinear(q, s, z) y = Conv(d, w) }}"""
+    rng = np.random.default_rng(3)
+    model = save_net(text, tmp_path / "m.onnx", w=rng.normal(size=(4, 4, 1, 1)).astype(np.float32)).path
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(24, 1, 4, 8, 8)).astype(np.float32))
+    data, recipe = Data(source=str(tmp_path / "data.npz")), Recipe(targets=("coreml",), forms=("onnx",))
+    bundle = _find(build(model, data, tmp_path / "out", recipe, verify=False), "coreml")
+    told = re.match(r"made from the float form .* differs from it by ([\d.]+) dB", bundle.notes[0])
+    assert float(present(told).group(1)) > 30
+    shipped = onnx.load(present(bundle.path) / "model.onnx").graph.node
+    assert ("Clip" in {node.op_type for node in shipped}) == clips
+
+
 # Along one axis, so that NNAPI takes the layers by a rewrite only; what mirrors the edges would stop the session.
 LINE = """
 (float[1,4,16] x) => (float[1,4,18] y) <int64[6] pads = {0,0,2,0,0,2}>
