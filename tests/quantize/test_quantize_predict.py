@@ -613,15 +613,12 @@ def test_the_interval_of_values_reaches_to_what_they_lose_as_one_number() -> Non
     assert loss.interval[1] > loss.estimate > 0.15
 
 
-@pytest.mark.parametrize(
-    ("channels", "places", "halved"), [(5, 16, True), (4, 16, False), (5, 15, False), (6, 20, True)]
-)
-def test_tables_of_five_channels_and_sixteen_places_count_by_half(channels: int, places: int, halved: bool) -> None:
-    record = np.array([[0.0], [1.0], [0.2], [1.0]]) * np.full(channels, float(places))
+def test_a_table_of_many_values_at_many_places_loses_what_its_spread_loses() -> None:
+    """Half of it was told, as of the head of a detector: 0.08 % of the heatmaps of poses, of which 0.19 were lost."""
+    record = np.array([[0.0], [1.0], [0.2], [1.0]]) * np.full(6, 20.0)
     loss = MEASURES["values"].judge([record] * 3)
-    assert loss.estimate == pytest.approx(0.2 * 1.2 / 2 if halved else 0.2)
     chance = 0.12 * 0.2**0.5
-    assert loss.interval == pytest.approx(((0.0 if halved else 0.2) - chance, 0.2 + chance))
+    assert (loss.estimate, *loss.interval) == pytest.approx((0.2, 0.2 - chance, 0.2 + chance))
 
 
 @pytest.mark.parametrize(

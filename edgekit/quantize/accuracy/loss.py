@@ -115,8 +115,6 @@ _ROUNDING_SHARE = 1e-12
 _SMALL_CHANNEL = 0.01
 # This share of an image's values, at each end, may be overshoots and is no part of its peak.
 _OVERSHOOT = 0.01
-_TABLE_VALUES, _TABLE_PLACES = 5, 16
-"""An output with at least so many values at so many places is a table from which the app decides (a raw detector's)."""
 # Quantization noise may by chance cancel errors of the float model, or add to them. If the float model misses a share
 # u = 0.1 of the variance, this moves the loss by 2 x 1.96 sqrt(lost u / n). n = 107 independent values was fitted on a
 # network for heatmaps of joints: with it, the intervals of all its plans that lose at most 5 points contain the true
@@ -499,10 +497,6 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     LSTM. Channels a hundred times smaller than the largest, such as scores next to boxes in pixels, form a second
     group, and the group that loses more is reported. A constant output has no variance; its power is used instead.
 
-    From a table of many values at many places, such as a raw detection head, the app makes decisions, so
-    `discount_loss` is applied: over 26 good and bad plans of two detectors mean AP fell by 0 to 0.42 points for each
-    point of R2, unless more than half of R2 was lost.
-
     The interval allows for noise that by chance cancels errors of the float model, or adds to them (_CHANCE).
     """
     table = np.stack(records)
@@ -525,11 +519,7 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     lost, (low, high) = float(score(total)), bootstrap(table, score)
     low = min(low, float((total[2] / total[3]).sum() / max(float((deviation**2).sum()), 1e-30)))
     reach = _CHANCE * math.sqrt(lost)
-    if len(deviation) >= _TABLE_VALUES and total[3].max() >= _TABLE_PLACES * len(table):
-        low, estimate = 0.0, discount_loss(lost)
-    else:
-        estimate = lost
-    return Loss(estimate=estimate, interval=(max(low - reach, -1.0), min(high + reach, 1.0)))
+    return Loss(estimate=lost, interval=(max(low - reach, -1.0), min(high + reach, 1.0)))
 
 
 def _value_distances(records: Sequence[Array]) -> Array:
