@@ -213,32 +213,6 @@ def test_sigmoids_of_many_say_yes_or_no(shape: str, reach: float, kind: str, tmp
     assert read_output_kinds(graph, rows, {})["y"].kind == kind
 
 
-@pytest.mark.parametrize(
-    ("text", "axis"),
-    [
-        ("g (float[1,3,18,18] x) => (float[1,1,16,16] y) { y = Conv(x, one) }", 1),
-        ("g (float[1,3,18,18] x) => (float[1,16,16] y) { h = Conv(x, one) y = Reshape(h, squeezed) }", 0),
-        ("g (float[1,16,8] x) => (float[1,16,40] y) { h = MatMul(x, w) y = Tanh(h) }", 2),
-        ("g (float[1,16,40] x) => (float[1,16,40] y) { y = Tanh(x) }", 1),
-    ],
-    ids=["noise", "depths", "states", "unknown"],
-)
-def test_what_weights_make_are_the_channels_and_rows_of_pixels_are_none(text: str, axis: int, tmp_path: Path) -> None:
-    """R2 of a map of one channel, such as a depth, falls by the power of the differences divided by its variance."""
-    constants = {"squeezed": np.array([1, 16, 16])} if "squeezed" in text else None
-    shapes = {name: shape for name, shape in {"one": (1, 3, 3, 3), "w": (8, 40)}.items() if f", {name})" in text}
-    graph = read_float_graph(make_model(text, tmp_path / "m.onnx", shapes, constants))
-    values = [RNG.normal(-1, 0.1, [size or 1 for size in graph.dims("y")]) for _ in range(16)]
-    reading = read_output_kinds(graph, [{"y": value} for value in values], {})["y"]
-    assert (reading.kind, reading.axis) == ("values", axis)
-    if "Conv" in text:
-        others = [value + RNG.normal(0, 0.01, value.shape) for value in values]
-        measure = MEASURES["values"]
-        told = measure.judge([measure.record(*pair, reading) for pair in zip(values, others, strict=True)]).estimate
-        share = np.square(np.subtract(values, others)).mean() / np.var(values)
-        assert told == pytest.approx(share)
-
-
 LEVELS = "g (float[1,64,1] a, float[1,64,1] b) => (float[1,128,1] y, float[1,128,4] boxes)"
 COLUMNS = "g (float[1,64,1] a, float[1,64,1] b) => (float[1,64,2] y)"
 

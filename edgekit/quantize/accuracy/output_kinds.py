@@ -13,7 +13,7 @@ from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph
 from edgekit.graph.match import walk
 from edgekit.model.tensors import Array, Reading, StatedOutput, Tensors, is_numeric, is_text, ranks_classes
-from edgekit.quantize.accuracy.readouts import Origin, find_origins, find_readout
+from edgekit.quantize.accuracy.readouts import find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import CHOOSING_OPS, SQUASHING_OPS, are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
 
@@ -182,7 +182,7 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
     elif stated.kind == "classes":
         axis = int(np.argmax(value.shape))
     elif stated.kind in {"values", "embedding"}:
-        axis = _find_channels(value, find_origins(graph, name))
+        axis = _find_channels(value)
     else:
         axis = _map_axes(value.shape)[0] if value.ndim == 4 else value.ndim - 1
     if stated.kind == "values":
@@ -270,8 +270,8 @@ def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:
     if first.shape[:1] == (1,) and may_be_image(first.shape) and _are_pixels(values):
         return Reading(kind="image")
     if _are_unit(values):
-        return Reading(kind="embedding", axis=_find_channels(first, origins))
-    reading = Reading(kind="values", axis=_find_channels(first, origins))
+        return Reading(kind="embedding", axis=_find_channels(first))
+    reading = Reading(kind="values", axis=_find_channels(first))
     if len(origins) != first.ndim:
         return reading
     made = [axis for axis, origin in enumerate(origins) if origin == "weights" and first.shape[axis] > 1]
@@ -332,16 +332,10 @@ def _are_pixels(values: Sequence[Array]) -> bool:
     return any(low >= -white * (_MOST_WHITE - 1) or (white == 1 and low >= -_MOST_WHITE) for white in whites)
 
 
-def _find_channels(value: Array, origins: Sequence[Origin]) -> int:
-    """Returns the axis that weights make, else the shortest one with more than one entry; axis 0 is the batch.
-
-    A map of one channel, such as a depth, has only places: its rows are no channels.
-    """
-    if 1 in value.shape and set(origins) == {"places"} and not ranks_classes(value):
-        return value.shape.index(1)
-    known = origins if len(origins) == value.ndim else ["unknown"] * value.ndim
-    axes = [axis for axis in range(1, value.ndim) if known[axis] == "weights"] or range(1, value.ndim)
-    return min(axes, key=lambda axis: (value.shape[axis] == 1, value.shape[axis]), default=0)
+def _find_channels(value: Array) -> int:
+    """Returns the shortest axis with more than one entry, except axis 0."""
+    sizes = [(size == 1, size, axis) for axis, size in enumerate(value.shape) if axis]
+    return min(sizes, default=(True, 1, 0))[2]
 
 
 def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str) -> Reading | None:
@@ -359,7 +353,7 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
     is_gain = first.shape in map(graph.static_shape, graph.inputs)
     if ranks_classes(first) and kept and is_gain:
         # A factor for each number of the input, such as a denoiser's mask.
-        return Reading(kind="values", axis=_find_channels(first, origins))
+        return Reading(kind="values", axis=_find_channels(first))
     if kept and (first.shape[1:] == (1,) or (first.ndim >= 3 and 1 in first.shape[1:] and not ranks_classes(first))):
         # One score for each row of the samples, such as whether a word begins at a letter, or for each place.
         return Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
