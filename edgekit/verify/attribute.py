@@ -110,8 +110,8 @@ def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) 
     if not steps:
         return ()
     last = steps[-1].sqnr_db
-    # Bit for bit equal outputs have no error to share out.
-    final = None if last is None or last >= DB_LIMIT else 10.0 ** (-last / 10.0)
+    # An error of 1e-5 of the signal is what float32 itself leaves if sums run in another order: no step is its cause.
+    final = None if last is None or last >= DB_LIMIT / 2 else 10.0 ** (-last / 10.0)
     noise, agreement, shared = 0.0, 1.0, list[AttributionStep]()
     for step in steps:
         changes: dict[str, float | None] = {"noise_share": None, "top1_loss": None, "accuracy_loss": None}

@@ -290,8 +290,10 @@ def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
     assert sum(item.accuracy_loss or 0.0 for item in shared) == pytest.approx(0.04)
 
 
-def test_equal_outputs_have_no_error_that_a_step_could_make() -> None:
-    shared = share_loss([step("prepare", 200.0), step("quantize", 30.0), step("device", 200.0)])
+@pytest.mark.parametrize("last", [200.0, 131.0], ids=["equal", "rounding of float32"])
+def test_equal_outputs_have_no_error_that_a_step_could_make(last: float) -> None:
+    """Of a float bundle with 131 dB the provider was told to make 95 % of the error: what matters, to the CPU."""
+    shared = share_loss([step("prepare", 200.0), step("quantize", 30.0), step("device", last)])
     assert [item.noise_share for item in shared] == [None, None, None]
 
 
