@@ -221,8 +221,8 @@ _INSTEAD: Mapping[str, str] = dict.fromkeys(
     " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
 ) | dict.fromkeys(
     ("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "MatMulInteger", "QAttention"),
-    "dynamic quantization wrote it, which is for the CPU. edgekit build takes the float form of the model, as edgekit"
-    " prepare --dequantize makes it",
+    "dynamic quantization wrote it, which is for the CPU. The float form of the model may be taken, as edgekit prepare"
+    " --dequantize makes it",
 )
 
 
