@@ -18,16 +18,17 @@ from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
 from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
-from edgekit.check.report import VERDICTS, CheckReport
+from edgekit.check.report import VERDICTS
 from edgekit.data.data_check import accept_pixels, find_missing
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
 from edgekit.data.sets import SampleSets, read_sample_sets
 from edgekit.errors import FAILURES, DataError, ModelError, UsageError, quote_error
-from edgekit.graph.graph import read_graph
+from edgekit.graph.graph import Graph, read_graph
 from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.jobs.check import (
+    TargetModel,
     describe_share,
     fix_for_target,
     gain_on_target,
@@ -200,8 +201,7 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
     floats: dict[str, str] = {}
     graph = read_graph(inputs.prepared)
     for target in () if inputs.is_quantized else job.targets:
-        precision = choose_precision(target, job.recipe.precision)
-        reason = explain_no_gain(graph, target, precision, partial(_check_float, inputs.prepared, target, job))
+        reason = _explain_no_gain(inputs.prepared, graph, target, job)
         if reason is not None and "fp32" in target.precisions:
             job.progress(reason)
             # A precision that the user asked for is never replaced.
@@ -215,12 +215,20 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
     return msgspec.structs.replace(inputs, replanned=_list_replanned(inputs, job))
 
 
-def _check_float(prepared: Model, target: Target, job: BuildJob) -> CheckReport:
-    """Returns what a target takes of a model in float, after the rewrites for that."""
+def _explain_no_gain(prepared: Model, graph: Graph, target: Target, job: BuildJob) -> str | None:
+    """Returns why integers gain nothing on a target, or None, after the rewrites for that: they may bring layers."""
+    precision = choose_precision(target, job.recipe.precision)
     if not job.recipe.fix:
-        return check_model(prepared, target)
-    out = job.work / f"{target.name}-float" / prepared.path.name
-    return fix_for_target(prepared, out, target, stays_float=True).after
+        return explain_no_gain(graph, target, precision, partial(check_model, prepared, target))
+
+    @functools.cache
+    def rewrite() -> TargetModel:
+        out = job.work / f"{target.name}-float" / prepared.path.name
+        return fix_for_target(prepared, out, target, stays_float=True)
+
+    if explain_no_gain(graph, target, precision, lambda: rewrite().after) is None:
+        return None
+    return explain_no_gain(read_graph(rewrite().model), target, precision, lambda: rewrite().after)
 
 
 def _read_float_form(

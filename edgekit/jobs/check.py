@@ -28,7 +28,7 @@ from edgekit.data.images import Preprocess
 from edgekit.devices.find import choose_here
 from edgekit.devices.observe import Observed, observe_target
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
-from edgekit.graph.graph import read_graph
+from edgekit.graph.graph import Graph, read_graph
 from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
@@ -151,11 +151,8 @@ def check_targets(
                 left = tuple(advice for advice in report.advice if advice.fix == "automatic")
                 report = msgspec.structs.replace(report, advice=left)
             found[target.name] = msgspec.structs.replace(found[target.name], report=report, built=built)
-        floats: dict[str, str] = {}
-        for target in targets:
-            check = partial(getattr, found[target.name], "shipped")
-            if reason := explain_no_gain(graph, target, target.precision, check):
-                floats[target.name] = reason
+        graphs = {target.name: graph for target in targets} | {name: read_graph(it) for name, it in models.items()}
+        floats = _explain_floats(found, graphs, targets)
         refused = [name for name, each in found.items() if each.is_refused]
         ships, named = {name: each.shipped for name, each in found.items()}, {target.name: target for target in targets}
         chosen = recommend_target(ships, named, refused, floats)
@@ -177,6 +174,15 @@ def check_targets(
         fixed_axes=find_fixed_axes(source, targets),
         forecast=forecast_goal(model, recipe, targets),
     )
+
+
+def _explain_floats(
+    found: Mapping[str, CheckedTarget], graphs: Mapping[str, Graph], targets: Sequence[Target]
+) -> dict[str, str]:
+    """Returns why integers gain nothing, for the targets where that is so; `graphs` are what is built for each."""
+    each = ((it, graphs[it.name], partial(getattr, found[it.name], "shipped")) for it in targets)
+    reasons = ((it.name, explain_no_gain(graph, it, it.precision, check)) for it, graph, check in each)
+    return {name: reason for name, reason in reasons if reason is not None}
 
 
 def find_fixed_axes(source: Model, targets: Sequence[Target]) -> tuple[str, ...]:

@@ -285,3 +285,18 @@ def test_weights_of_integers_are_float_where_a_target_multiplies_in_float_only(t
     told = "xnnpack takes at most 0% of this model's work in int8, and 100% in float"
     assert f"built as fp32: {told}" in bundle.notes
     assert f"fp32: {told}" in check_targets(model, recipe).recommended.reasons
+
+
+def test_weights_in_blocks_are_quantized_anew_for_targets_that_lack_them(tmp_path: Path) -> None:
+    text = """g (float[6,32] x) => (float[6,4] y)
+        { y = com.microsoft.MatMulNBits<K = 32, N = 4, bits = 8, block_size = 16>(x, w, s) }"""
+    rng = np.random.default_rng(0)
+    weights: Tensors = {"w": rng.integers(0, 255, (4, 2, 16)).astype(np.uint8), "s": np.full((4, 2), 0.01, np.float32)}
+    model = save_net(text, tmp_path / "m.onnx", **weights).path
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(24, 6, 32)).astype(np.float32))
+    recipe = Recipe(targets=("qnn", "xnnpack", "cpu"))
+    report = build(model, Data(source=str(tmp_path / "data.npz")), tmp_path / "out", recipe, verify=False)
+    assert [each.precision for each in report.bundles] == ["int8", "fp32", "fp32"]
+    assert all(present(each.check).taken_macs == 1 for each in report.bundles)
+    ops = {node.op_type for node in onnx.load(present(report.bundles[-1].path) / "model.onnx").graph.node}
+    assert ops == {"MatMulNBits"}

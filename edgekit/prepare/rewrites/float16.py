@@ -8,13 +8,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.graph.constants import MAIN_DOMAINS, ML_DOMAIN, MOVES, ORT_DOMAIN, read_dequantized
 from edgekit.graph.graph import Node, view_part
-from edgekit.graph.match import walk
-from edgekit.graph.rewrite import rewrite
+from edgekit.graph.match import known, need, walk
+from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model import model as models
+from edgekit.model.tensors import Array
 from edgekit.prepare.stripped import is_absent
 
 HALF_TO_FLOAT, DOUBLE_TO_FLOAT = "half-to-float", "double-to-float"
-_HALF, _FLOAT, _DOUBLE = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE
+_HALF, _FLOAT, _DOUBLE, _BYTE = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.UINT8
 TO_FLOAT = {HALF_TO_FLOAT: _HALF, DOUBLE_TO_FLOAT: _DOUBLE}
 """The rewrites that change the element type of weights, and the type that they replace."""
 # Attributes that name the element type of an output.
@@ -168,6 +169,41 @@ def store_float_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     names = {node.output[0]: node.name for node in found}
     models.refill(graph.node, [node for node in graph.node if names.keys().isdisjoint(node.output)])
     return tuple(names.values())
+
+
+@node_rewrite("float-blocks", {"GatherBlockQuantized", "MatMulNBits"})
+def store_float_blocks(writer: Writer) -> None:
+    """Rewrites ONNX Runtime's MatMulNBits and GatherBlockQuantized as MatMul and Gather of a float constant."""
+    node, graph, is_product = writer.node, writer.graph, writer.node.op_type == "MatMulNBits"
+    tensors = [known(graph.constants.get(node.input[at])) for at in (int(is_product), 2, 3) if node.has_input(at)]
+    bits, block, data = node.integer("bits", 4), node.integer("block_size", 128), tensors[0]
+    rows, columns = data.dims[0], data.dims[-1] * 8 // bits
+    if is_product:
+        rows, columns = node.integer("N", 0), node.integer("K", 0)
+        need(not node.has_input(4))
+    need(len(data.dims) == 2 + is_product and node.integer("gather_axis", 0) == 0)
+    need(node.integer("quantize_axis", 1) in {1, -1} and [each.data_type for each in tensors[:2]] == [_BYTE, _FLOAT])
+    need(all(each.data_location != TensorProto.EXTERNAL for each in tensors))
+
+    def read(tensor: TensorProto, repeats: int = 1) -> Array:
+        numbers = numpy_helper.to_array(tensor).reshape(rows, -1)
+        if tensor.data_type == _BYTE:
+            numbers = (numbers[..., None] >> np.arange(0, 8, bits).astype(np.uint8) & (2**bits - 1)).reshape(rows, -1)
+        return np.repeat(numbers.astype(np.float32), repeats, 1)[:, :columns]
+
+    dims = [columns, rows] if is_product else [rows, columns]
+    if any(map(is_absent, tensors)):
+        weight = writer.reshaped("weight", node.input[2], dims)
+    else:
+        zeros = read(tensors[2], block) if len(tensors) > 2 else 2 ** (bits - 1)
+        value = (read(data) - zeros) * read(tensors[1], block)
+        weight = writer.constant("weight", value.T if is_product else value, "float32")
+    if is_product:
+        made = writer.add("MatMul", [node.input[0], weight], "product" if node.has_input(5) else "")
+        if node.has_input(5):
+            writer.add("Add", [made, node.input[5]])
+    else:
+        writer.add("Gather", [weight, node.input[1]])
 
 
 def _is_plain(tensors: Sequence[TensorProto], node: onnx.NodeProto) -> bool:
