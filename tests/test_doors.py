@@ -207,6 +207,7 @@ BRANCHES = """g (bool c, float[2] x) => (y) {
         ("g (float[2] x) => (float[2] y) { y = Gelu(x) }", "or a newer opset: there is no Gelu in 17"),
         ("g (float[2] x) => (float[2] y) { [n] a = Relu(x) [n] y = Abs(a) }", "edgekit prepare MODEL --out FILE"),
         ("g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu(x) }", "export bfloat16 in float32"),
+        ("g (bfloat16[2] x) => (bfloat16[2] y) { y = Sin(x) }", "export it in float32: ONNX"),
         (BRANCHES, "--freeze INPUT=NUMBER"),
     ],
 )
