@@ -163,20 +163,36 @@ class _Writer:
         if source is None:
             need(name in graph.inputs and graph.constants.keys() >= {scale, *filter(None, [zero])})
             return self._scale_input(graph, name, scale, zero)
-        key = graph, source, scale, zero
-        if key not in self._moved:
-            places = range(*known(_MOVING.get(source.op_type)).indices(len(source.input)))
-            # Else each channel has its own, or numbers are computed, or an integer 0 is written.
-            need(graph.value(scale).elements == 1 and source.attributes.get("mode") not in {"linear", "cubic"})
-            need(source.op_type != "Pad" or source.has_input(2) or not zero or graph.number(zero) == 0)
-            copy = onnx.NodeProto()
-            copy.CopyFrom(source.proto)
-            for at in filter(source.has_input, places):
-                copy.input[at] = self._make_float(graph, reader, source.input[at], scale, zero)
-            copy.output[:] = [self._name(each) if each else "" for each in source.output]
-            graph.proto.node.append(copy)
-            self._moved[key] = copy.output
-        return self._moved[key][source.output.index(name)]
+        # The first of thousands comes first, by a stack of its own: Python's is not deep enough.
+        stack = [source]
+        while stack:
+            node = stack[-1]
+            places = [*filter(node.has_input, range(*known(_MOVING.get(node.op_type)).indices(len(node.input))))]
+            before = [graph.producers.get(node.input[at]) for at in places]
+            missing = [
+                each
+                for each in before
+                if each is not None and each.op_type in _MOVING and (graph, each, scale, zero) not in self._moved
+            ]
+            stack += missing
+            if not missing:
+                self._move(graph, reader, stack.pop(), places, scale, zero)
+        return self._moved[graph, source, scale, zero][source.output.index(name)]
+
+    def _move(self, graph: Graph, reader: Node, node: Node, places: Sequence[int], scale: str, zero: str) -> None:
+        """Writes an operator that moves integers for floats; `places` are its inputs that hold elements."""
+        if (graph, node, scale, zero) in self._moved:
+            return
+        # Else each channel has its own, or numbers are computed, or an integer 0 is written.
+        need(graph.value(scale).elements == 1 and node.attributes.get("mode") not in {"linear", "cubic"})
+        need(node.op_type != "Pad" or node.has_input(2) or not zero or graph.number(zero) == 0)
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node.proto)
+        for at in places:
+            copy.input[at] = self._make_float(graph, reader, node.input[at], scale, zero)
+        copy.output[:] = [self._name(each) if each else "" for each in node.output]
+        graph.proto.node.append(copy)
+        self._moved[graph, node, scale, zero] = copy.output
 
     def _scale_input(self, graph: Graph, name: str, scale: str, zero: str) -> str:
         """Returns the float tensor of an input of integers by definition, (Cast(x) - zero point) * scale."""

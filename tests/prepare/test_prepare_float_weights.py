@@ -320,6 +320,15 @@ def test_integers_that_are_moved_are_moved_in_float(body: str, ops: list[str], t
     assert sorted(op for op in found if op != "Identity") == ops
 
 
+def test_integers_are_moved_by_more_operators_than_python_recurses(tmp_path: Path) -> None:
+    chain = " ".join(f"q{at + 1} = Max(q{at}, o)" for at in range(1200))
+    body = f"""g (float[4] x) => (float[4] y) <float s = {{0.1}}, uint8 z = {{3}}, uint8 o = {{5}}>
+        {{ q0 = QuantizeLinear(x, s, z) {chain} y = DequantizeLinear(q1200, s, z) }}"""
+    made = dequantize_model(make_model(body, tmp_path / "m.onnx"), tmp_path / "f.onnx")
+    ops = [node.op_type for node in onnx.load(str(made.path)).graph.node]
+    assert ops == ["Max"] * 1200 + ["Identity"]
+
+
 @pytest.mark.parametrize("format_", [QuantFormat.QDQ, QuantFormat.QOperator])
 def test_what_onnx_runtime_quantizes_is_float_again(format_: QuantFormat, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
