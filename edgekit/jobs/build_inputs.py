@@ -60,7 +60,8 @@ from edgekit.verify.task_scores import check_class_labels
 
 # A thousand classes of 10,000 samples, and fields of scores of a few hundred.
 _MAX_KEPT_BYTES = 64 << 20
-# A float form of which less is left than nine tenths is another network: then the ranges are a part of the model.
+# Below 10 dB the outputs of a quantized model differ from those of its float form by more than a tenth of their power:
+# then the ranges of its integers are taken for a part of the network. A choice.
 _ALIKE_DB = 10.0
 
 
@@ -234,8 +235,12 @@ def _explain_no_gain(prepared: Model, graph: Graph, target: Target, job: BuildJo
 def _read_float_form(
     inputs: BuildInputs, given: Model, data: Data, job: BuildJob, *, keeps_ranges: bool = False
 ) -> BuildInputs | None:
+    """Returns the inputs of the float form of a quantized model, or None if it has none.
+
+    If its outputs are far from the given ones, the form that keeps the ranges of the integers (`keeps_ranges`) is read.
+    """
     # Another build may find these inputs in the cache: their source stays as long as they do.
-    name, kept = f"float-form{'-clipped' * keeps_ranges}", job.cache.work or job.work
+    name, kept = "float-form-clipped" if keeps_ranges else "float-form", job.cache.work or job.work
     job.progress("compute the float form of the quantized model")
     try:
         floating = make_float_form(given, kept / f"{name}-{given.sha256}" / given.path.name, keeps_ranges=keeps_ranges)

@@ -17,8 +17,6 @@ from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.tensors import Array
 from edgekit.prepare.rewrites.float16 import MOVED, store_float_weights
 
-# How far a scale in float32 may be off.
-_ROUNDED = 1e-5
 # The inputs of a plain Conv or Gemm: what FusedConv reads beyond them is added to the result.
 _PLAIN_INPUTS = 3
 FUSED = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
