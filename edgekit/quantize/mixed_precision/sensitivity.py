@@ -119,8 +119,6 @@ _PARTS = 15
 _LEAST_LEFT = 0.01
 _TINY = float(np.finfo(np.float64).tiny)
 _RANKING = "the ranking of some activations"
-_Pair = tuple[Tensors, Tensors]
-"""Inputs of a held-out sample, and the float model's tensors for them."""
 Noises = dict[tuple[int, int, int], Array]
 """Powers of the compared tensors and of their noise, by the span of quantized activations and the held-out sample."""
 
