@@ -154,7 +154,7 @@ def _build_all(
     """
     results: dict[str, _Finished] = {}
     verifying: dict[str, tuple[Future[_Finished], _Candidates, Target]] = {}
-    forms = {target.name: inputs.choose_form(target) or inputs for target in job.targets}
+    forms = {target.name: inputs.choose_form(target) for target in job.targets}
     order = sorted(job.targets, key=lambda each: (job.plans_for(each, forms[each.name].floats), *_rank(each)))
     write_lock = Lock()
     finish = partial(_finish, job=job, verify=verify, write_lock=write_lock)

@@ -29,6 +29,7 @@ from edgekit.graph.graph import Graph, read_graph
 from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.jobs.check import (
     TargetModel,
+    check_shipped,
     describe_share,
     fix_for_target,
     gain_on_target,
@@ -46,7 +47,7 @@ from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration
-from edgekit.quantize.accuracy.loss import ratio_db
+from edgekit.quantize.accuracy.loss import measure_powers, ratio_db
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.calibrate import calibrate_for
 from edgekit.quantize.calibration.passes import CalibrationOptions
@@ -166,13 +167,10 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     replanned: Mapping[str, str] = {}
     origin: str = ""
 
-    def choose_form(self, target: Target, reason: str = "") -> "BuildInputs | None":
-        """Returns the inputs from which a target's bundle is made, with a `reason` those of the float form or None."""
-        replanned = {target.name: reason} if reason else self.replanned
-        if target.name not in replanned:
-            return self
-        form = self.read_float_form()
-        return None if form is None else msgspec.structs.replace(form, replanned=replanned)
+    def choose_form(self, target: Target) -> "BuildInputs":
+        """Returns the inputs from which a target's bundle is made."""
+        form = self.read_float_form() if target.name in self.replanned else None
+        return self if form is None else msgspec.structs.replace(form, replanned=self.replanned)
 
 
 def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
@@ -268,9 +266,8 @@ def _list_replanned(inputs: BuildInputs, job: BuildJob) -> dict[str, str]:
             raise ModelError(words, hint="give the float model, or leave --precision out")
         return {target.name: f"--precision {wanted} is asked for" for target in job.targets}
     for target in job.targets if job.recipe.fix else ():
-        before, work = check_model(inputs.prepared, target), job.work / f"{target.name}-forms"
-        if before.verdict != VERDICTS[-1]:
-            before = fix_for_target(inputs.prepared, work / inputs.prepared.path.name, target, before=before).after
+        work = job.work / f"{target.name}-forms"
+        before, _ = check_shipped(check_model(inputs.prepared, target), inputs.prepared, target, work)
         if before.verdict == VERDICTS[-1] or (form := inputs.read_float_form()) is None:
             continue
         precision = choose_precision(target, job.recipe.precision)
@@ -282,14 +279,12 @@ def _list_replanned(inputs: BuildInputs, job: BuildJob) -> dict[str, str]:
 
 def _measure_rounding(quantized: BuildInputs, floating: BuildInputs) -> float | None:
     """Returns by how many dB the worst output of a quantized model differs from its float form on golden samples."""
-    signal, noise = defaultdict[str, float](float), defaultdict[str, float](float)
+    powers = defaultdict[str, Array](lambda: np.zeros(2))
     for rounded, wanted in zip(read_outputs(quantized.golden), read_outputs(floating.golden), strict=True):
         for name, value in wanted.items():
             if value.dtype.kind in "fiub":
-                exact = value.astype(np.float64)
-                signal[name] += float(np.square(exact).sum())
-                noise[name] += float(np.square(exact - rounded[name]).sum())
-    return min((ratio_db(signal[name], noise[name]) for name in signal), default=None)
+                powers[name] += measure_powers(value, rounded[name])
+    return min((ratio_db(*each) for each in powers.values()), default=None)
 
 
 def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob) -> str:

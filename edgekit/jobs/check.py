@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,12 @@ def check_targets(
         sized, assumed = _assume_sizes(source, prepared, recipe.dims, assumed, work / "sized.onnx")
         is_same = sized.sha256 == prepared.sha256
         befores = [found[each.name].report for each in less] if is_same else check_models(sized, less)
-        floating = _sketch_float_form(source, {**recipe.dims, **assumed}, work / "float") if less else None
+        floating = cache(partial(_sketch_float_form, source, {**recipe.dims, **assumed}, work / "float"))
         for target, before in zip(less, befores, strict=True):
-            shipped, models[target.name] = _check_shipped(before, sized, target, work / target.name)
+            shipped, models[target.name] = check_shipped(before, sized, target, work / target.name)
             report = found[target.name].report
-            folder = work / f"{target.name}-float"
-            if floating and (better := prefer_float_form(shipped, floating, target, target.precision, folder)):
+            folder, form = work / f"{target.name}-float", None if shipped.verdict == VERDICTS[-1] else floating()
+            if form and (better := prefer_float_form(shipped, form, target, target.precision, folder)):
                 advice = (_advise_float_form(shipped, better.after), *report.advice)
                 report = msgspec.structs.replace(report, advice=advice)
                 shipped, models[target.name] = better.after, better.model
@@ -225,7 +225,7 @@ def _gains_by_rewrites(report: CheckReport) -> bool:
     return any(advice.id in FIXES or advice.id in TARGET_REWRITES for advice in report.advice)
 
 
-def _check_shipped(before: CheckReport, sized: Model, target: Target, work: Path) -> tuple[CheckReport, Model]:
+def check_shipped(before: CheckReport, sized: Model, target: Target, work: Path) -> tuple[CheckReport, Model]:
     """Returns a model with sizes for all dimensions after the rewrites from which a target gains, and its check."""
     if not _gains_by_rewrites(before):
         return before, sized
@@ -245,8 +245,6 @@ def prefer_float_form(
     Raises:
         OutputError: `work` cannot be written.
     """
-    if quantized.verdict == VERDICTS[-1]:
-        return None
     out = work / floating.path.name
     rewritten = fix_for_target(floating, out, target, stays_float=precision not in INTEGERS)
     return rewritten if VERDICTS.index(rewritten.after.verdict) > VERDICTS.index(quantized.verdict) else None

@@ -142,7 +142,8 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
         errors.setdefault(strategy.precision, strategies.failed)
         first_reason = first_reason or strategies.failed.message
     failed = list(errors.values())[-1]
-    if inputs.is_quantized and (form := inputs.choose_form(target, f"the model as it is fails: {first_reason}")):
+    if inputs.is_quantized and (form := inputs.read_float_form()) is not None:
+        form = msgspec.structs.replace(form, replanned={target.name: f"the model as it is fails: {first_reason}"})
         with suppress(EdgekitError):
             form = calibrate_inputs(form, job) if job.plans_for(target, form.floats) else form
             yield from ready_bundles(form, target, job, work / "float-form")
