@@ -17,7 +17,6 @@ from edgekit.bundle.golden import OUTPUTS, Golden, KnownOutputs, make_golden, pl
 from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
 from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
-from edgekit.check.recommend import explain_no_gain
 from edgekit.check.report import VERDICTS
 from edgekit.data.data_check import accept_pixels, find_missing
 from edgekit.data.images import Preprocess
@@ -25,13 +24,12 @@ from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
 from edgekit.data.sets import SampleSets, read_sample_sets
 from edgekit.errors import FAILURES, DataError, ModelError, UsageError, quote_error
-from edgekit.graph.graph import Graph, read_graph
+from edgekit.graph.graph import read_graph
 from edgekit.graph.spatial import takes_raw_pixels
 from edgekit.jobs.check import (
-    TargetModel,
     check_shipped,
     describe_share,
-    fix_for_target,
+    explain_no_gain_built,
     gain_on_target,
     list_versions,
     make_float_form,
@@ -200,7 +198,8 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
     floats: dict[str, str] = {}
     graph = read_graph(inputs.prepared)
     for target in () if inputs.is_quantized else job.targets:
-        reason = _explain_no_gain(inputs.prepared, graph, target, job)
+        precision, work = choose_precision(target, job.recipe.precision), job.work / f"{target.name}-float"
+        reason = explain_no_gain_built(inputs.prepared, graph, target, precision, work, fix=job.recipe.fix)
         if reason is not None and "fp32" in target.precisions:
             job.progress(reason)
             # A precision that the user asked for is never replaced.
@@ -212,22 +211,6 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
         read_float_form = functools.cache(partial(_read_float_form, inputs, given, data, job))
         inputs = msgspec.structs.replace(inputs, read_float_form=read_float_form)
     return msgspec.structs.replace(inputs, replanned=_list_replanned(inputs, job))
-
-
-def _explain_no_gain(prepared: Model, graph: Graph, target: Target, job: BuildJob) -> str | None:
-    """Returns why integers gain nothing on a target, or None, after the rewrites for that: they may bring layers."""
-    precision = choose_precision(target, job.recipe.precision)
-    if not job.recipe.fix:
-        return explain_no_gain(graph, target, precision, partial(check_model, prepared, target))
-
-    @functools.cache
-    def rewrite() -> TargetModel:
-        out = job.work / f"{target.name}-float" / prepared.path.name
-        return fix_for_target(prepared, out, target, stays_float=True)
-
-    if explain_no_gain(graph, target, precision, lambda: rewrite().after) is None:
-        return None
-    return explain_no_gain(read_graph(rewrite().model), target, precision, lambda: rewrite().after)
 
 
 def _read_float_form(

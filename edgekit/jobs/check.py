@@ -137,6 +137,7 @@ def check_targets(
         is_same = sized.sha256 == prepared.sha256
         befores = [found[each.name].report for each in less] if is_same else check_models(sized, less)
         floating = cache(partial(_sketch_float_form, source, {**recipe.dims, **assumed}, work / "float"))
+        forms = dict.fromkeys(found, (sized, graph if is_same else read_graph(sized)))
         for target, before in zip(less, befores, strict=True):
             shipped, models[target.name] = check_shipped(before, sized, target, work / target.name)
             report = found[target.name].report
@@ -145,14 +146,18 @@ def check_targets(
                 advice = (_advise_float_form(shipped, better.after), *report.advice)
                 report = msgspec.structs.replace(report, advice=advice)
                 shipped, models[target.name] = better.after, better.model
+                forms[target.name] = form, read_graph(form)
             built = None if read_share(shipped) == read_share(report) else shipped
             if shipped.taken == shipped.nodes:
                 # A build brings every node: there is nothing left for the user to change.
                 left = tuple(advice for advice in report.advice if advice.fix == "automatic")
                 report = msgspec.structs.replace(report, advice=left)
             found[target.name] = msgspec.structs.replace(found[target.name], report=report, built=built)
-        graphs = {target.name: graph for target in targets} | {name: read_graph(it) for name, it in models.items()}
-        floats = _explain_floats(found, graphs, targets)
+        reasons = {
+            it.name: explain_no_gain_built(*forms[it.name], it, it.precision, work / f"{it.name}-built")
+            for it in targets
+        }
+        floats = {name: reason for name, reason in reasons.items() if reason is not None}
         refused = [name for name, each in found.items() if each.is_refused]
         ships, named = {name: each.shipped for name, each in found.items()}, {target.name: target for target in targets}
         chosen = recommend_target(ships, named, refused, floats)
@@ -176,13 +181,26 @@ def check_targets(
     )
 
 
-def _explain_floats(
-    found: Mapping[str, CheckedTarget], graphs: Mapping[str, Graph], targets: Sequence[Target]
-) -> dict[str, str]:
-    """Returns why integers gain nothing, for the targets where that is so; `graphs` are what is built for each."""
-    each = ((it, graphs[it.name], partial(getattr, found[it.name], "shipped")) for it in targets)
-    reasons = ((it.name, explain_no_gain(graph, it, it.precision, check)) for it, graph, check in each)
-    return {name: reason for name, reason in reasons if reason is not None}
+def explain_no_gain_built(
+    prepared: Model, graph: Graph, target: Target, precision: Precision, work: Path, *, fix: bool = True
+) -> str | None:
+    """Returns why integers gain nothing on a target as a model is built for it, or None: see `explain_no_gain`.
+
+    `graph` is that of the prepared model. The rewrites for the target (none without `fix`) may bring layers that can
+    be quantized, so the reason must hold before and after them. They are made, in the folder `work`, only if the graph
+    as it is has nothing to gain.
+
+    Raises:
+        OutputError: `work` cannot be written.
+        TargetError: the target's rules are missing or malformed.
+    """
+    if not fix:
+        return explain_no_gain(graph, target, precision, partial(check_model, prepared, target))
+    out = work / prepared.path.name
+    rewrite = cache(partial(fix_for_target, prepared, out, target, stays_float=True))
+    if explain_no_gain(graph, target, precision, lambda: rewrite().after) is None:
+        return None
+    return explain_no_gain(read_graph(rewrite().model), target, precision, lambda: rewrite().after)
 
 
 def find_fixed_axes(source: Model, targets: Sequence[Target]) -> tuple[str, ...]:
