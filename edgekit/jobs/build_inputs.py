@@ -142,7 +142,8 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     describes the rewrites for one target that `prepared` has, "" for none. All files are in `folder`.
 
     Of a model that is quantized already, `read_float_form` returns the inputs of its float form, or None if there is
-    none; `replanned` says for which targets that is built, and why. `origin` says how a float form was made.
+    none; `replanned` says for which targets that is built, and why. `distance` says, of a float form, how far its
+    outputs are from those of the quantized model, such as "differs from it by 20.0 dB"; it is "" of any other model.
     """
 
     folder: Path
@@ -163,7 +164,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     gain: str = ""
     read_float_form: "Callable[[], BuildInputs | None]" = lambda: None
     replanned: Mapping[str, str] = {}
-    origin: str = ""
+    distance: str = ""
 
     def choose_form(self, target: Target) -> "BuildInputs":
         """Returns the inputs from which a target's bundle is made."""
@@ -232,8 +233,9 @@ def _read_float_form(
     rounding = _measure_rounding(inputs, form)
     if rounding is not None and rounding < _ALIKE_DB and not keeps_ranges:
         return _read_float_form(inputs, given, data, job, keeps_ranges=True)
-    origin = f"made from the float form of the quantized model, which differs from it by {format_sqnr(rounding)}"
-    return msgspec.structs.replace(form, origin=origin)
+    words = format_sqnr(rounding)
+    said = {"equal": "equals it", "-": "has no output that can be compared with it"}
+    return msgspec.structs.replace(form, distance=said.get(words, f"differs from it by {words}"))
 
 
 def _list_replanned(inputs: BuildInputs, job: BuildJob) -> dict[str, str]:

@@ -207,7 +207,8 @@ class _Strategies:
         target, job = self._target, self._job
         work.mkdir()
         inputs = self._fix(strategy)
-        notes = [f"{inputs.origin}: {inputs.replanned[target.name]}"] if inputs.origin else []
+        made_from = f"made from the float form of the quantized model, which {inputs.distance}"
+        notes = [f"{made_from}: {inputs.replanned[target.name]}"] if inputs.distance else []
         notes += [inputs.gain] if inputs.gain else []
         made = self._make_model(strategy, inputs, work, notes)
         # A model in half precision is checked after its conversion.
@@ -260,7 +261,9 @@ class _Strategies:
         """Returns the model, quantized if the strategy's precision is an integer one, else as it was prepared."""
         target, model, quantized, plan = self._target, inputs.prepared, None, None
         if inputs.is_quantized:
-            notes.append("the model is quantized already: taken as it is")
+            form = inputs.read_float_form()
+            differs = "" if form is None else f"; its float form {form.distance}"
+            notes.append(f"the model is quantized already: taken as it is{differs}")
             fixed = fix_quantized(model, target, work / "fixed.onnx")
             if fixed.fixes:
                 model = fixed.model

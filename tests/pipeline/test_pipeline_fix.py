@@ -181,6 +181,8 @@ def test_a_quantized_model_of_which_a_target_takes_too_little_is_built_from_its_
         check = _find(report, name).check
         assert check is not None
         assert check.verdict == "yes"
+    kept = "the model is quantized already: taken as it is; its float form differs from it by "
+    assert all(any(note.startswith(kept) for note in _find(report, name).notes) for name in ("qnn", "cpu"))
     shipped = onnx.load(tmp_path / "out" / "sixteen-cpu" / "model.onnx")
     assert any(np.array_equal(numpy_helper.to_array(it), weights["u"]) for it in shipped.graph.initializer)
     # A second build finds the float form in the cache.
