@@ -126,21 +126,17 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
             continue
         try:
             ready = strategies.make(strategy, work / str(number))
+            lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
+            lost += ["left as it is"] if first.is_rewritten and not strategy.is_rewritten else []
+            lost += [_LOST[strategy.plan]] if strategy.plan in _LOST else []
+            loss_note = (f"{', '.join(lost)}, because {first_reason}",) if first_reason else ()
+            refusal = yield msgspec.structs.replace(ready, notes=(*loss_note, *ready.notes))
+            words = f"'{target.name}' makes no session of the {strategy.precision} model: {refusal}"
+            raise ModelError(words, hint="edgekit check --observe MODEL shows which nodes the provider takes")
         except FAILURES as error:
             strategies.failed = error
             errors.setdefault(strategy.precision, error)
             first_reason = first_reason or (error.message if isinstance(error, EdgekitError) else quote_error(error))
-            continue
-        lost = [f"built as {strategy.precision}"] if strategy.precision != first.precision else []
-        lost += ["left as it is"] if first.is_rewritten and not strategy.is_rewritten else []
-        lost += [_LOST[strategy.plan]] if strategy.plan in _LOST else []
-        loss_note = (f"{', '.join(lost)}, because {first_reason}",) if first_reason else ()
-        refusal = yield msgspec.structs.replace(ready, notes=(*loss_note, *ready.notes))
-        words = f"'{target.name}' makes no session of the {strategy.precision} model: {refusal}"
-        hint = "edgekit check --observe MODEL shows which nodes the provider takes"
-        strategies.failed = ModelError(words, hint=hint)
-        errors.setdefault(strategy.precision, strategies.failed)
-        first_reason = first_reason or strategies.failed.message
     failed = list(errors.values())[-1]
     if inputs.is_quantized and (form := inputs.read_float_form()) is not None:
         form = msgspec.structs.replace(form, replanned={target.name: f"the model as it is fails: {first_reason}"})
