@@ -11,7 +11,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import UsageError
-from edgekit.graph.graph import Graph, Node, Value, infer_values
+from edgekit.graph.graph import Graph, Node, Value, infer_graph
 from edgekit.graph.inference import find_empty_window
 from edgekit.model.model import read_inputs
 from edgekit.prepare.shapes import fix_dims, formula_names
@@ -229,7 +229,7 @@ def assume_sizes(graph: Graph, sizes: Mapping[str, int] | None = None) -> Graph:
     sizes = choose_sizes(graph) if sizes is None else sizes
     if not sizes or (sized := _copy_sized(graph, sizes)) is None:
         return graph
-    known = infer_values(sized)
+    known = infer_graph(sized).values
     values = {
         name: msgspec.structs.replace(value, counted=known[name].shape) if name in known else value
         for name, value in graph.values.items()

@@ -131,13 +131,13 @@ def read_shapes(
     """
     source = source if isinstance(source, str) else str(as_path(source))
     ranks = {spec.name: len(spec.shape) for spec in inputs if spec.shape is not None}
-
-    def add_batch(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (1, *shape) if len(shape) + 1 == ranks.get(name) else shape
-
     rows = islice(_open_source(source, inputs, inputs, preprocess), _LOOKED_AT)
     # A sample of text is no array yet.
-    return [{name: add_batch(name, np.shape(value)) for name, value in row.items()} for row in rows]
+    seen = [{name: np.shape(value) for name, value in row.items()} for row in rows]
+    return [
+        {name: (1, *shape) if len(shape) + 1 == ranks.get(name) else shape for name, shape in row.items()}
+        for row in seen
+    ]
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:

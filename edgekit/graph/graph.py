@@ -233,11 +233,6 @@ def infer_graph(proto: onnx.ModelProto) -> Graph:
     return view_model(infer_model(proto))
 
 
-def infer_values(proto: onnx.ModelProto) -> dict[str, Value]:
-    """Returns the types and shapes of a protobuf's inputs, outputs and computed tensors, inferred."""
-    return _read_values(infer_model(proto).graph)
-
-
 def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
     """Returns the main graph of a protobuf with the types and shapes in it; external data lie in `folder`."""
     return _View(proto, folder).graph(proto.graph, None)

@@ -91,7 +91,7 @@ def place_qdq(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     return quantized
 
 
-def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Array]:
+def find_plan_grids(graph: Graph, plan: QuantPlan) -> dict[str, Array]:
     """Returns the scales and zero points of activations, by their names in the graph that `place_qdq` returns.
 
     The placement of Q and DQ does not depend on the ranges: to try other ranges, these scales replace those of a placed
@@ -101,7 +101,7 @@ def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Ar
         ModelError: ORT's quantizer refuses the model.
     """
     large = {tensor.name for tensor in graph.proto.initializer if math.prod(tensor.dims) >= _LARGE}
-    quantizer = _open_quantizer(graph, msgspec.structs.replace(plan, axes={}), subject, left_out=large)
+    quantizer = _open_quantizer(graph, msgspec.structs.replace(plan, axes={}), "the candidate", left_out=large)
     found: dict[str, Array] = {}
     for name, parameters in quantizer.quantization_params.items():
         for suffix, each in (("", parameters.original), ("_convert", parameters.converted)):

@@ -100,8 +100,14 @@ def quantize_model(
     if plan.scheme == "qnn":
         opset = read_opset(quantized)
         wanted = [each for each in QNN_REWRITES if not (is_trial and each is split_lstm)]
+        # Rewrites want type and shape of what each DequantizeLinear returns: those of what was quantized.
         stated = len(quantized.graph.value_info)
-        _state_types(quantized.graph)
+        makers = {node.output[0]: node.input[0] for node in quantized.graph.node if node.op_type == "QuantizeLinear"}
+        known = {value.name: value for value in (*quantized.graph.input, *quantized.graph.value_info)}
+        for node in (node for node in quantized.graph.node if node.op_type == "DequantizeLinear"):
+            if (source := known.get(makers.get(node.input[0], ""))) is not None:
+                quantized.graph.value_info.add().CopyFrom(source)
+                quantized.graph.value_info[-1].name = node.output[0]
         if [name for each in wanted for name in each(quantized.graph, opset)]:
             drop_idle_nodes(quantized.graph)
         del quantized.graph.value_info[stated:]
@@ -125,17 +131,6 @@ def quantize_model(
         float_constants=float_constants,
         wide_constants=dict(sorted(wide.items(), key=lambda item: (-item[1], item[0]))),
     )
-
-
-def _state_types(graph: onnx.GraphProto) -> None:
-    """Adds type and shape of what each DequantizeLinear returns: those of what was quantized."""
-    quantized = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-    known = {value.name: value for value in (*graph.input, *graph.value_info)}
-    for node in graph.node:
-        source = known.get(quantized.get(node.input[0], "")) if node.op_type == "DequantizeLinear" else None
-        if source is not None:
-            graph.value_info.add().CopyFrom(source)
-            graph.value_info[-1].name = node.output[0]
 
 
 def _measure_float_constants(graph: onnx.GraphProto) -> dict[str, int]:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import msgspec
-import onnx
 
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.constants import ML_DOMAIN
@@ -141,7 +140,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     # Tensors that need more than 8 bits get 16 if the target supports them, and stay float otherwise.
     widens = target.widens(precision)
     high_precision = {} if rules.activation == "uint16" else find_high_precision_regions(graph)
-    exact, axes = calibration.ranges["minmax"], _axes(graph, rules)
+    exact, axes = calibration.ranges["minmax"], _find_channel_axes(graph, rules)
     roomy = add_headroom(graph, exact)
     float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else high_precision, exact.keys()))
     # Layers that sum over several channels get 4 bits. A depthwise convolution has only a few weights per channel, too
@@ -255,17 +254,15 @@ def add_headroom(graph: Graph, seen: Mapping[str, TensorRange]) -> dict[str, Ten
 
 def widen_ranges(graph: Graph, seen: Mapping[str, TensorRange], factor: float) -> dict[str, TensorRange]:
     """Returns ranges `factor` times as wide, except those of tensors that their operators bound."""
-    folded = folded_activations(graph)
-
-    def is_bounded(name: str) -> bool:
+    folded, ranges = folded_activations(graph), dict(seen)
+    for name, span in seen.items():
         source = range_source(graph, name)
-        if source in graph.constants:
-            return True
         maker = graph.producers.get(folded.get(source, source))
         # A Clip that is folded into the node before it is computed by the range alone.
-        return maker is not None and (maker.op_type == "Clip" or None not in known_bounds(graph, maker))
-
-    return {name: span if is_bounded(name) else scale_range(span, factor) for name, span in seen.items()}
+        is_bounded = maker is not None and (maker.op_type == "Clip" or None not in known_bounds(graph, maker))
+        if source not in graph.constants and not is_bounded:
+            ranges[name] = scale_range(span, factor)
+    return ranges
 
 
 def cut_tails(plan: QuantPlan, calibration: Calibration) -> QuantPlan:
@@ -312,35 +309,26 @@ def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]
     }
 
 
-def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
-    axes: dict[str, int] = {}
-    if not rules.weight_symmetric:
-        return axes
-    for node in graph.nodes:
-        if node.op_type in rules.per_channel_ops:
-            axis = _channel_axis(graph, node)
-            # If a single number is multiplied by a per-channel weight, the HTP never finishes the graph
-            # (targets/qnn/NOTES.md).
-            is_single = math.prod(graph.static_shape(node.input[0]) or (0,)) == 1
-            if axis is not None and not is_single and graph.readers(node.input[1]) == (node,):
-                axes[node.input[1]] = axis
-    return axes
-
-
-def _channel_axis(graph: Graph, node: Node) -> int | None:
-    """Returns the output-channel axis of a node's constant weight, None if scales per channel are impossible.
+def _find_channel_axes(graph: Graph, rules: Quantization) -> dict[str, int]:
+    """Returns the output-channel axis of each constant weight that can have a scale for each channel.
 
     Groups of a ConvTranspose share an axis of the weight, so the int32 bias could not follow its scales. A Gemm whose
     bias does not have one value per column, on which ONNX Runtime's quantizer fails, was split (`split_gemm`).
     """
-    weight = graph.constants.get(node.input[1])
-    if weight is None or weight.data_type != onnx.TensorProto.FLOAT or 0 in weight.dims:
-        return None
-    attributes = node.attributes
-    if node.op_type == "Conv":
-        return 0
-    if node.op_type == "ConvTranspose":
-        return 1 if attributes.get("group", 1) == 1 else None
-    if node.op_type == "Gemm":
-        return 0 if attributes.get("transB", 0) else 1
-    return 1 if node.op_type == "MatMul" and len(weight.dims) == 2 else None
+    axes: dict[str, int] = {}
+    for node in graph.nodes if rules.weight_symmetric else ():
+        if node.op_type not in rules.per_channel_ops or not graph.is_float_constant(node.input[1]):
+            continue
+        dims, attributes = graph.constants[node.input[1]].dims, node.attributes
+        axis = {
+            "Conv": 0,
+            "ConvTranspose": 1 if attributes.get("group", 1) == 1 else None,
+            "Gemm": 0 if attributes.get("transB", 0) else 1,
+            "MatMul": 1 if len(dims) == 2 else None,
+        }.get(node.op_type)
+        # If a single number is multiplied by a per-channel weight, the HTP never finishes the graph
+        # (targets/qnn/NOTES.md).
+        is_single = math.prod(graph.static_shape(node.input[0]) or (0,)) == 1
+        if axis is not None and 0 not in dims and not is_single and graph.readers(node.input[1]) == (node,):
+            axes[node.input[1]] = axis
+    return axes

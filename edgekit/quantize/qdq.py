@@ -137,8 +137,21 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    placed = place_qdq(graph, plan, subject)
-    _bypass_qdq(placed.graph, {node.name for node in plan.float_nodes})
+    placed, kept = place_qdq(graph, plan, subject), {node.name for node in plan.float_nodes}
+    # ONNX Runtime's quantizer puts Q and DQ on a tensor for all its readers if one of them is quantized. A float Conv
+    # between such a DQ and a Q would get its weights quantized per tensor when a session is made:
+    # WeightBiasQuantization, on by default (onnxruntime/core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+    # So float nodes read the tensors of float producers and inputs themselves.
+    makers = {name: node for node in placed.graph.node for name in node.output}
+    for node in (node for node in placed.graph.node if node.name in kept):
+        for index, name in enumerate(node.input):
+            dequantize = makers.get(name)
+            is_dequantized = dequantize is not None and dequantize.op_type == "DequantizeLinear"
+            quantize = makers.get(dequantize.input[0]) if dequantize is not None and is_dequantized else None
+            if quantize is not None and quantize.op_type == "QuantizeLinear":
+                source = makers.get(quantize.input[0])
+                if source is None or source.name in kept:
+                    node.input[index] = quantize.input[0]
     multiply_gains(placed.graph, graph)
     nodes = models.order_nodes(placed.graph)
     models.refill(placed.graph.node, nodes)
@@ -194,29 +207,6 @@ def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statis
     if plan.block:
         store_blocks(qdq, how, plan.block)
     return qdq
-
-
-def _bypass_qdq(graph: onnx.GraphProto, kept: set[str]) -> None:
-    """Lets float nodes read the tensors of float producers and inputs themselves, not behind Q and DQ; changes `graph`.
-
-    `kept` are the names of the float nodes.
-    """
-    # ONNX Runtime's quantizer puts Q and DQ on a tensor for all its readers if one of them is quantized. A float Conv
-    # between such a DQ and a Q would get its weights quantized per tensor when a session is made:
-    # WeightBiasQuantization, on by default (onnxruntime/core/optimizer/qdq_transformer/weight_bias_quantization.cc).
-    producers = {name: node for node in graph.node for name in node.output}
-    for node in graph.node:
-        if node.name not in kept:
-            continue
-        for index, name in enumerate(node.input):
-            dequantize = producers.get(name)
-            is_dequantized = dequantize is not None and dequantize.op_type == "DequantizeLinear"
-            quantize = producers.get(dequantize.input[0]) if dequantize is not None and is_dequantized else None
-            if quantize is None or quantize.op_type != "QuantizeLinear":
-                continue
-            source = producers.get(quantize.input[0])
-            if source is None or source.name in kept:
-                node.input[index] = quantize.input[0]
 
 
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})

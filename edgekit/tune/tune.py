@@ -75,6 +75,7 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
 
 DEFAULTS = Entrant(name="defaults")
 _MAX_GOLDEN = 16
+_TIMES = ("median_ms", "p99_ms", "load_ms", "first_ms")
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
@@ -367,20 +368,16 @@ def summarize_rounds(rounds: Iterable[race.Round]) -> Mapping[str, TriedSetting]
     for one in rounds:
         for entrant, measured in zip(one.entrants, one.measured, strict=True):
             found.setdefault(entrant.name, (entrant, []))[1].append(measured)
-    return {name: _summarize(entrant, measured) for name, (entrant, measured) in found.items()}
-
-
-def _summarize(entrant: Entrant, measured: Sequence[Measurement]) -> TriedSetting:
-    sound = [one for one in measured if one.fault is None]
-    fault = next((one.fault for one in measured if one.fault is not None), None)
-    tried = TriedSetting(entrant=entrant, measurements=len(measured), fault=fault)
-    if not sound:
-        return tried
-    times = ("median_ms", "p99_ms", "load_ms", "first_ms")
-    return msgspec.structs.replace(
-        tried,
-        **{name: median(getattr(one, name) for one in sound) for name in times},
-        throughput_per_s=1e3 / max(1e-9, median(one.pace_ms for one in sound)),
-        peak_rss_bytes=int(median(one.peak_rss_bytes for one in sound)),
-        sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
-    )
+    tried = dict[str, TriedSetting]()
+    for name, (entrant, every) in found.items():
+        fault = next((one.fault for one in every if one.fault is not None), None)
+        tried[name] = TriedSetting(entrant=entrant, measurements=len(every), fault=fault)
+        if sound := [one for one in every if one.fault is None]:
+            tried[name] = msgspec.structs.replace(
+                tried[name],
+                **{time: median(getattr(one, time) for one in sound) for time in _TIMES},
+                throughput_per_s=1e3 / max(1e-9, median(one.pace_ms for one in sound)),
+                peak_rss_bytes=int(median(one.peak_rss_bytes for one in sound)),
+                sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
+            )
+    return tried

@@ -371,8 +371,10 @@ def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str
             return msgspec.structs.replace(reading, kind="map")
         is_either = readout == "projected" and first.size >= _LEAST_EMBEDDING and not _has_winners(values)
         return msgspec.structs.replace(reading, other="embedding") if is_either else reading
-    for axis in range(first.ndim):
-        if 1 < first.shape[axis] < first.size and all(_is_share(np.moveaxis(value, axis, 0)) for value in values):
+    for axis in (axis for axis, size in enumerate(first.shape) if 1 < size < first.size):
+        # The rows, or their exponentials (of a log-softmax), add up to one.
+        tables = (np.moveaxis(value, axis, 0) for value in values)
+        if all(_is_distribution(rows if rows.min() >= 0 else np.exp(np.minimum(rows, 1))) for rows in tables):
             return Reading(kind="map", axis=axis)
     if kept:
         # Many scores for each, such as whether each of 88 notes sounds; but images, and corners of boxes, are numbers.
@@ -469,11 +471,6 @@ def _has_winners(values: Sequence[Array]) -> bool:
 
 def _confidence(values: Sequence[Array], reading: Reading) -> float:
     return float(np.mean([read_probabilities(value, reading).max(axis=0).mean() for value in values]))
-
-
-def _is_share(rows: Array) -> bool:
-    """Returns True if the rows, or their exponentials (of a log-softmax), add up to one."""
-    return _is_distribution(rows if rows.min() >= 0 else np.exp(np.minimum(rows, 1)))
 
 
 def _is_distribution(rows: Array) -> bool:

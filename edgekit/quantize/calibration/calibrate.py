@@ -27,14 +27,8 @@ from edgekit.quantize.calibration.passes import CalibrationOptions, CalibrationT
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings, save_arrays
 from edgekit.quantize.effort import find_effort
+from edgekit.quantize.graph import float_graph
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.graph.float_graph import (
-    STORED_GRAPH,
-    float_activations,
-    known_bounds,
-    read_float_graph,
-    store_float_graph,
-)
 from edgekit.quantize.ranges import (
     AUTO_METHODS,
     EXACT,
@@ -140,7 +134,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
             raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
     methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *EXACT})
     work.mkdir(parents=True, exist_ok=True)
-    graph = store_float_graph(read_float_graph(model), work)
+    graph = float_graph.store_float_graph(float_graph.read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
     with_histograms = methods != EXACT
@@ -176,7 +170,7 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
         notes=(*found.cache.notes, *judges, *_list_one_sided(graph, found.statistics.exact_ranges())),
         ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
         unseen_shares={
-            name: shares[name] for name in float_activations(graph) if name in shares and name not in masked
+            name: shares[name] for name in float_graph.float_activations(graph) if name in shares and name not in masked
         },
         statistics=str(work) if fitting else "",
         outputs=how.outputs,
@@ -226,9 +220,9 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
     """
-    stored = Path(calibration.statistics, STORED_GRAPH)
+    stored = Path(calibration.statistics, float_graph.STORED_GRAPH)
     is_its = calibration.statistics and calibration.model_sha256 == model.sha256
-    return view_file(stored) if is_its and stored.is_file() else read_float_graph(model)
+    return view_file(stored) if is_its and stored.is_file() else float_graph.read_float_graph(model)
 
 
 def _choose_ranges(
@@ -242,9 +236,9 @@ def _choose_ranges(
     # Plans are judged by what a Sigmoid or Softmax reads: what it makes for an output would be cut at no cost, and the
     # rare high scores of a detector with it.
     judged = {each.reader for each in find_compared_tensors(graph)}
-    squashing = (node for node in graph.nodes if node.name in judged and None not in known_bounds(graph, node))
-    answers = {node.output[0] for node in squashing}
-    factors = statistics.factor_ranges(graph)
+    squashing = (node for node in graph.nodes if node.name in judged)
+    answers = {node.output[0] for node in squashing if None not in float_graph.known_bounds(graph, node)}
+    names, factors = [*float_graph.float_activations(graph)], statistics.factor_ranges(graph)
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         choose = RANGE_METHODS[method]
@@ -253,8 +247,7 @@ def _choose_ranges(
             for name, its in (mean if method == MOVING_AVERAGE else exact).items()
         }
         _fill_aliases(chosen, aliases)
-        ranges[method] = {name: snap_range(chosen[name]) for name in float_activations(graph) if name in chosen}
-        ranges[method] |= factors
+        ranges[method] = {name: snap_range(chosen[name]) for name in names if name in chosen} | factors
     return ranges
 
 

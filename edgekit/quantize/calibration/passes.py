@@ -36,6 +36,9 @@ _PART = "measured"
 # Bytes that a checkpoint may hold besides its arrays: for names and shapes, and for the digest of each sample.
 _SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
 _PROGRESS_SECONDS = 2.0  # chosen by hand
+# The minimum and maximum of an empty tensor are infinite. Those of others skip NaN in ONNX Runtime, but the sums among
+# the values reveal it.
+_OF_EMPTY = {LOWS: np.inf, HIGHS: -np.inf, SCORES: np.inf}
 
 
 class CalibrationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,10 +160,8 @@ def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCach
         return run
     most_bytes = sum(array.nbytes for array in run.arrays().values()) + LEAST_BYTES + _SLACK_BYTES
     most_bytes += _SAMPLE_BYTES * task.samples.count
-    found = cache.load(_PART, dict(enumerate(task.how.cache.digests)), most_bytes)
-    if found is None:
-        return run
-    if tuple(found.seen) == (*task.indices, *task.others)[: len(found.seen)] and run.restore(found):
+    found, order = cache.load(_PART, dict(enumerate(task.how.cache.digests)), most_bytes), (*task.indices, *task.others)
+    if found is None or (tuple(found.seen) == order[: len(found.seen)] and run.restore(found)):
         return run
     cache.note("what is kept is not used: it does not fit this model")
     return _begin(task, whole, cache)
@@ -230,7 +231,8 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
         if isinstance(values, RuntimeRefusal):
             text = f"sample {task.samples.place(index)} of '{task.samples.source}' does not run: {values.message}"
             raise DataError(text, hint="mend the sample or the model") from values
-        if _has_non_finite(values):
+        floats = ((name, value) for name, value in values.items() if value.dtype.kind == "f")
+        if not all((np.isfinite(value) | (value == _OF_EMPTY.get(name, 0.0))).all() for name, value in floats):
             _refuse(task, index, sample, values)
         # If an axis is an input, as for a DFT, shapes depend on the sample.
         if not run.statistics.fits(values):
@@ -245,16 +247,6 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
         run.seen[index] = digest
         del values
         yield
-
-
-def _has_non_finite(values: Tensors) -> bool:
-    """Returns True if a value is NaN or infinite, except the infinite minimum and maximum of an empty tensor."""
-    # ONNX Runtime's ReduceMin and ReduceMax skip NaN, but the sums among the values reveal it.
-    empty = {LOWS: np.inf, HIGHS: -np.inf, SCORES: np.inf}
-    return any(
-        value.dtype.kind == "f" and not (np.isfinite(value) | (value == empty.get(name, 0.0))).all()
-        for name, value in values.items()
-    )
 
 
 def _refuse(task: CalibrationTask, index: int, sample: Tensors, values: Tensors) -> NoReturn:

@@ -88,7 +88,14 @@ def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
             parts = None if compared.centred else _find_parts(graph, compared.tensor)
             spans = [(parts[0], *span) for span in pairwise(parts[1])] if parts is not None else [None]
             found += [msgspec.structs.replace(compared, part=span) for span in spans]
-            found += _find_features(graph, compared.tensor)
+            # The errors of few values are mostly chance: the input of the layer that makes them is compared too.
+            name = compared.tensor
+            while math.prod(graph.static_shape(name) or (_FEW_VALUES,)) < _FEW_VALUES and name in graph.producers:
+                node = graph.producers[name]
+                name = node.input[0]
+                if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:
+                    found.append(ComparedTensor(tensor=name, reader=node.name, centred=False))
+                    break
     return tuple(dict.fromkeys(found))
 
 
@@ -133,13 +140,3 @@ def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
         order = node.entries("perm") or tuple(range(len(shape)))[::-1]
         return order.index(axis), ends
     return inner if graph.dims(node.input[0])[: axis + 1] == shape[: axis + 1] else None
-
-
-def _find_features(graph: Graph, name: str) -> list[ComparedTensor]:
-    """Returns the input of the layer that makes a tensor of few values, whose own errors are mostly chance."""
-    while math.prod(graph.static_shape(name) or (_FEW_VALUES,)) < _FEW_VALUES and name in graph.producers:
-        node = graph.producers[name]
-        name = node.input[0]
-        if node.op_type in {"Conv", "Gemm", "MatMul"} and graph.is_float(name) and name in graph.producers:
-            return [ComparedTensor(tensor=name, reader=node.name, centred=False)]
-    return []

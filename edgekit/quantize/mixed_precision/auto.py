@@ -17,7 +17,7 @@ from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision import candidates, relief
 from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.mixed_precision.weights import keep_eight
-from edgekit.quantize.objective import FAITHFUL_DB
+from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 
@@ -32,11 +32,6 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     def best_db(self) -> float:
         """The signal-to-noise ratio of the best candidate."""
         return self.found.candidates[0].sqnr_db
-
-    @property
-    def quick_db(self) -> float:
-        """The ratio of the best candidate whose rounding does not learn from samples."""
-        return max(each.sqnr_db for each in self.found.candidates if each.rounding in candidates.QUICK)
 
 
 def plan_quantization(
@@ -139,24 +134,29 @@ def _judge(
     graph = equalize.equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
     calibration = add_image_headroom(graph, equalize.equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
-    plan = msgspec.structs.replace(plan, factors=dict(factors))
+    plan, enlarged = msgspec.structs.replace(plan, factors=dict(factors)), find_enlarged(graph, calibration)
+    # Interpolated class logits leave 8 bits; no layer with weights changes.
+    if enlarged and is_relievable(plan):
+        plan = relief.relieve_tensors(graph, plan, enlarged, calibration, widens=subject.widens)
     draft = candidates.Draft(graph=graph, calibration=calibration, plan=plan)
-    draft = relief.relieve_class_maps(draft, widens=subject.widens)
     judged = Judged(draft=draft, found=candidates.judge_draft(draft, subject.memo, method=method))
     return _learn(subject, judged) if draft.effort.is_short and judged.found.unrounded_db > reached_db else judged
 
 
 def _equalize(subject: candidates.Subject, unequalized: Judged) -> Judged | None:
     """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
+    judged = unequalized.found.candidates
+    # The best ratio of those whose rounding does not learn from samples.
+    quick_db = max(each.sqnr_db for each in judged if each.rounding in candidates.QUICK)
     # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
-    if unequalized.quick_db >= FAITHFUL_DB or not subject.memo.budget.allows("equalized channels"):
+    if quick_db >= FAITHFUL_DB or not subject.memo.budget.allows("equalized channels"):
         return None
     statistics, seen = Path(subject.calibration.statistics), subject.calibration.ranges["minmax"]
     pairs = equalize.measure_pairs(subject.graph, statistics, seen)
     factors = equalize.choose_factors(subject.graph, pairs, unequalized.draft.plan.axes.keys())
     if not factors:
         return None
-    method = None if unequalized.draft.effort.is_short else unequalized.found.candidates[0].method
+    method = None if unequalized.draft.effort.is_short else judged[0].method
     return _judge(subject, factors, method, unequalized.best_db)
 
 

@@ -200,14 +200,28 @@ def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judge
         UsageError: the statistics are gone.
     """
     draft = draft.use_unsigned()
-    key = f"{digest_draft(draft)}.{method or ''}"
-    if key not in memo.judged:
-        found = _judge_quickly(draft, memo.budget, method)
-        # A result that the budget cut short is not stored: another target may have more time.
-        if memo.budget.left_out:
-            return found
+    key, budget = f"{digest_draft(draft)}.{method or ''}", memo.budget
+    if key in memo.judged:
+        return memo.judged[key]
+    # Clipping tails makes steps finer, which 16 bits do not need.
+    methods = (method,) if method else AUTO_METHODS if is_relievable(draft.plan) else ("minmax",)
+    nearest = draft.choose(methods[0], "nearest")
+    placed = place_draft(nearest)
+    ranges = _judge_ranges(draft, methods, budget, placed)
+    best = max(ranges, key=ranges.__getitem__)
+    chosen = draft.choose(best, "nearest")
+    # Minmax rounded to nearest is always a candidate, so the choice is never worse than that on these samples. An
+    # equalized draft needs none: it is compared with that of the unchanged graph.
+    tried = [] if draft.plan.factors else [*_judge_roundings(nearest, ("nearest",), budget, placed)]
+    placed = placed if best == methods[0] else place_draft(chosen)
+    # On ResNet-50, ViT-S and Whisper's encoder bias correction gained 0.1 to 3.9 dB (measured once).
+    corrected = [*_judge_roundings(chosen, ("bias",), budget, placed)] if read_layers(draft.graph) else []
+    tried += corrected or _judge_roundings(chosen, ("nearest",), budget, placed)
+    found = Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best])
+    # A result that the budget cut short is not stored: another target may have more time.
+    if not budget.left_out:
         memo.judged[key] = found
-    return memo.judged[key]
+    return found
 
 
 def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> Judgement:
@@ -281,24 +295,6 @@ def digest_draft(draft: Draft) -> str:
     return digest_bytes(msgspec.json.encode((facts, draft.calibration.outputs), order="sorted"))
 
 
-def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgement:
-    # Clipping tails makes steps finer, which 16 bits do not need.
-    methods = (method,) if method else AUTO_METHODS if is_relievable(draft.plan) else ("minmax",)
-    nearest = draft.choose(methods[0], "nearest")
-    placed = place_draft(nearest)
-    ranges = _judge_ranges(draft, methods, budget, placed)
-    best = max(ranges, key=ranges.__getitem__)
-    chosen = draft.choose(best, "nearest")
-    # Minmax rounded to nearest is always a candidate, so the choice is never worse than that on these samples. An
-    # equalized draft needs none: it is compared with that of the unchanged graph.
-    tried = [] if draft.plan.factors else [*_judge_roundings(nearest, ("nearest",), budget, placed)]
-    placed = placed if best == methods[0] else place_draft(chosen)
-    # On ResNet-50, ViT-S and Whisper's encoder bias correction gained 0.1 to 3.9 dB (measured once).
-    corrected = [*_judge_roundings(chosen, ("bias",), budget, placed)] if read_layers(draft.graph) else []
-    tried += corrected or _judge_roundings(chosen, ("nearest",), budget, placed)
-    return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best])
-
-
 def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
     """Returns True if rounding with second moments may improve on the quick roundings.
 
@@ -331,11 +327,16 @@ def plans_to_inputs(
 ) -> tuple[onnx.ModelProto, dict[str, Tensors]]:
     """Returns a graph that takes the scales and zero points of activations as inputs, and the values of each plan.
 
-    So one session can judge all plans, which may differ only in ranges. `placed` is the QDQ form of one of them.
+    So one session can judge all plans, which may differ only in ranges. `placed` is the QDQ form of one of them. Values
+    that are taken from a constant, such as a row of an embedding, keep the scale of the constant.
     """
     stripped = score.strip_weights(placed, draft.graph)
-    grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
-    names = score.grids_to_inputs(stripped, next(iter(grids.values())))
+    grids = {each: find_plan_grids(draft.graph, plan) for each, plan in plans.items()}
+    known, stored = next(iter(grids.values())), {tensor.name for tensor in stripped.graph.initializer}
+    sites = [node for node in stripped.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    read = (name for node in sites if node.input[0] not in stored for name in node.input[1:])
+    names = dict.fromkeys(name for name in read if name in stored and name in known)
+    score.constants_to_inputs(stripped.graph, names)
     return stripped, {each: {name: found[name] for name in names} for each, found in grids.items()}
 
 
@@ -403,23 +404,13 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     effort = find_effort(graph, calibration.samples)
     proto, whole = deepcopy(graph.model), {name: graph.weight(name) for name in sizes}
     score.constants_to_inputs(proto.graph, whole)
-    judge = score.open_judge(
-        proto,
-        compared,
-        statistics,
-        whole=whole,
-        most=min(4, max(2, effort.judging_samples // 4)),
-        at_once=1,
-    )
-
-    def narrow(name: str, bits: int) -> Array:
-        integers, scales = round_by_channel(whole[name], bits)
-        return integers.astype(np.float32) * scales
-
+    few = min(4, max(2, effort.judging_samples // 4))
+    judge = score.open_judge(proto, compared, statistics, whole=whole, most=few, at_once=1)
     chosen: dict[str, _Bits] = {}
     ratio = math.inf
     for bits in _BITS:
-        found = judge({name: narrow(name, bits) for name in sizes}, least)
+        rounded = ((name, *round_by_channel(whole[name], bits)) for name in sizes)
+        found = judge({name: integers.astype(np.float32) * scales for name, integers, scales in rounded}, least)
         if found < least:
             break
         chosen, ratio = dict.fromkeys(sizes, bits), found

@@ -78,15 +78,11 @@ def _narrow_constants(
     chosen = plan_search.measure_plan(
         search, f"{wide.step}, narrow", narrowed, plan_search.Work(wide.taken_macs, wide.integer_macs)
     )
-    misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
-    if misses or chosen.prediction.loss() > wide.prediction.loss() + _tolerance(wide.prediction):
+    one, two = wide.prediction, chosen.prediction
+    misses = searched.met and not two.meets(goal) and one.meets(goal)
+    if misses or two.loss() > one.loss() + (EQUAL_DB if one.drop_estimate is None else _NEGLIGIBLE):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
-
-
-def _tolerance(prediction: Prediction) -> float:
-    """Returns the difference of losses (`Prediction.loss`) that is too small to be worth another plan."""
-    return EQUAL_DB if prediction.drop_estimate is None else _NEGLIGIBLE
 
 
 def _add_headroom(choice: "_Choice") -> Prediction | None:

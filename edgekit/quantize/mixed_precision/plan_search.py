@@ -20,16 +20,9 @@ from edgekit.quantize.accuracy.loss import DEFAULT_MAX_DROP, GOOD_DB, MEASURES
 from edgekit.quantize.accuracy.predict import MOST_CHANGED, Prediction
 from edgekit.quantize.apply import NothingQuantizedError, QuantizedModel, quantize_model
 from edgekit.quantize.effort import find_effort
+from edgekit.quantize.mixed_precision import relief
 from edgekit.quantize.mixed_precision.auto import plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Subject
-from edgekit.quantize.mixed_precision.relief import (
-    COLLAPSED_DB,
-    LEAST_GAIN_DB,
-    bound_relief_by_count,
-    find_least_saving,
-    relieve_step,
-    rise_db,
-)
 from edgekit.quantize.mixed_precision.weights import widen_weights
 from edgekit.quantize.plan import QuantPlan
 from edgekit.target import INTEGERS, Precision
@@ -165,7 +158,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         few samples two may change by chance, so that share is the least that the samples allow.
         """
         if prediction.drop_estimate is None:
-            return -(prediction.sqnr_db + rise_db(share))
+            return -(prediction.sqnr_db + relief.rise_db(share))
         count = prediction.samples
         changed = 0.0 if self.is_given else wilson_interval(round(prediction.changed() * count), count)[0]
         return max(prediction.drop_estimate * (1 - share), changed * (1 - share) - self.most_changed)
@@ -204,14 +197,14 @@ def search_plan(search: Search, goal: Goal) -> tuple[QuantPlan, Searched | None]
 def loses_much(prediction: Prediction, *, is_noise: bool = False) -> bool:
     """Returns True for a drop of more than two points (but not of values that `is_near`), or below 20 dB."""
     if prediction.drop_estimate is None:
-        return prediction.sqnr_db < COLLAPSED_DB
+        return prediction.sqnr_db < relief.COLLAPSED_DB
     return prediction.drop_estimate > _MUCH and not is_near(prediction, is_noise=is_noise)
 
 
 def may_lose_much(prediction: Prediction, *, is_noise: bool = False) -> bool:
     """Returns True if the samples do not tell that little is lost: a layout detector with 3 dB, -3 to 7 points."""
     is_open = prediction.drop_interval is not None and prediction.drop_interval[1] > _MUCH
-    return loses_much(prediction, is_noise=is_noise) or (is_open and prediction.sqnr_db < COLLAPSED_DB)
+    return loses_much(prediction, is_noise=is_noise) or (is_open and prediction.sqnr_db < relief.COLLAPSED_DB)
 
 
 def rescues(prediction: Prediction, ruined: Prediction) -> bool:
@@ -300,7 +293,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan) -> list[Trial]:
     for counts in (_FEW, _MORE_THAN_FEW):
         if attempts.is_enough(last) or not search.memo.budget.allows(MORE_RELIEF):
             return attempts.in_order
-        shares = search.memo.budget.attempt(MORE_RELIEF, bound_relief_by_count, search, first, counts)
+        shares = search.memo.budget.attempt(MORE_RELIEF, relief.bound_relief_by_count, search, first, counts)
         if shares is None:
             return attempts.in_order
         left |= {count: max(1 - share, _NONE_LEFT) for count, share in shares.items()}
@@ -314,7 +307,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan) -> list[Trial]:
                     return attempts.in_order
                 last = trial
     for count in sorted(left, reverse=True):
-        pays = goal.is_given or rise_db(1 - left[count]) >= LEAST_GAIN_DB
+        pays = goal.is_given or relief.rise_db(1 - left[count]) >= relief.LEAST_GAIN_DB
         if count in attempts.trials or (pays and attempts.run(count, may_meet=False)):
             break
     _try_fewer(goal, attempts, left)
@@ -352,11 +345,11 @@ def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
     misses = attempts.choose() == before and not goal.is_met(attempts.trials[before].prediction)
     if not misses or not memo.budget.allows(MORE_RELIEF):
         return
-    shares = memo.budget.attempt(MORE_RELIEF, bound_relief_by_count, search, first, (before, _MOST))
+    shares = memo.budget.attempt(MORE_RELIEF, relief.bound_relief_by_count, search, first, (before, _MOST))
     if shares is None:
         return
     left = max(1 - shares[before], _NONE_LEFT)
-    if rise_db((shares[_MOST] - shares[before]) / left) >= LEAST_GAIN_DB:
+    if relief.rise_db((shares[_MOST] - shares[before]) / left) >= relief.LEAST_GAIN_DB:
         attempts.run(_MOST)
 
 
@@ -422,7 +415,7 @@ class _Attempts:
         plan = plan_step(self._search, fewer, count)
         if plan is None:
             return None
-        has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
+        has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < relief.COLLAPSED_DB
         share = 0.0 if self._goal.is_given else LEAST_INTEGER_SHARE if has_collapsed else DEFAULT_INTEGER_SHARE
         work = measure_work(self._search, step, plan)
         is_kept = work.integer >= share * self.trials[0].integer_macs
@@ -443,8 +436,8 @@ def find_tolerated_loss(trials: Sequence[Trial], most_changed: float) -> float:
     best = min((trial.prediction for trial in trials), key=lambda each: each.loss(most_changed))
     least = best.loss(most_changed)
     if best.drop_estimate is None:
-        return least + LEAST_GAIN_DB
-    return least + find_least_saving(least, _WORTH)
+        return least + relief.LEAST_GAIN_DB
+    return least + relief.find_least_saving(least, _WORTH)
 
 
 def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:
@@ -452,7 +445,7 @@ def plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan 
     first = trials[0].plan
     # A rival with other factors of channels, or none, has ranges of other tensors.
     before = next(trial.plan for trial in reversed(trials) if trial.plan.factors == first.factors)
-    plan = relieve_step(search, first, count, before=before)
+    plan = relief.relieve_step(search, first, count, before=before)
     # From here on the noise of activations hides that of weights no longer.
     return plan if plan is None or count != _MOST else widen_step(search, plan) or plan
 

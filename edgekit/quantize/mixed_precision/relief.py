@@ -23,7 +23,7 @@ from edgekit.quantize.graph.float_graph import float_activations, folded_activat
 from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.mixed_precision import candidates
 from edgekit.quantize.mixed_precision.sensitivity import Bound, measure_float16, rank_activations
-from edgekit.quantize.objective import find_enlarged, set_range
+from edgekit.quantize.objective import set_range
 from edgekit.quantize.plan import (
     FloatNode,
     QuantPlan,
@@ -115,7 +115,7 @@ def fit_inputs(draft: candidates.Draft, reached_db: float | None = None) -> Quan
             ranges, wide = (set_range(draft.graph, own, name, shorter) for own in (plan.ranges, plan.wide))
             tried = msgspec.structs.replace(plan, ranges=ranges, wide=wide)
             unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned().plan
-            grids = find_plan_grids(draft.graph, unsigned, "the candidate")
+            grids = find_plan_grids(draft.graph, unsigned)
             found = judge({name: grids[name] for name in fed[""]}, reached + candidates.NOTABLE_DB)
             if found <= reached + candidates.NOTABLE_DB:
                 break
@@ -166,15 +166,6 @@ def bound_relief(noise: Sequence[float], count: int) -> float:
 def rise_db(share: float) -> float:
     """Returns by how much a signal-to-noise ratio rises, in dB, once a share of the noise is gone."""
     return -10 * math.log10(max(1 - share, _TINY))
-
-
-def relieve_class_maps(draft: candidates.Draft, *, widens: bool) -> candidates.Draft:
-    """Returns a draft with interpolated class logits out of 8 bits (`find_enlarged`); no layer with weights changes."""
-    names = find_enlarged(draft.graph, draft.calibration)
-    if not names or not is_relievable(draft.plan):
-        return draft
-    plan = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
-    return msgspec.structs.replace(draft, plan=plan)
 
 
 def relieve_tensors(

@@ -15,7 +15,6 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit._ort import CpuSession
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
 from edgekit.model.model import copy_without_weights, find_reads, order_nodes, refill
@@ -61,19 +60,6 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     return proto
 
 
-def grids_to_inputs(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
-    """Turns the `known` scales and zero points of activations into graph inputs, in place; returns their names.
-
-    Values that are taken from a constant, such as a row of an embedding, keep the scale of the constant.
-    """
-    stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    sites = [node for node in qdq.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
-    read = (name for node in sites if node.input[0] not in stored for name in node.input[1:])
-    names = dict.fromkeys(name for name in read if name in stored and name in known)
-    constants_to_inputs(qdq.graph, names)
-    return tuple(names)
-
-
 def constants_to_inputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
     """Turns some constants of a graph into inputs, in place."""
     # Deleted one by one: building a new list would copy every weight.
@@ -113,10 +99,19 @@ def switch_activations(
             node.input[index] = f"{name}.edgekit.switched" if name in switched else name
     # A graph with switches is loaded and optimized once; a graph for each activation would be as often.
     for index, name in enumerate(names):
-        new, switch = f"{name}.edgekit", (SWITCHES, index, f"{name}.edgekit")
-        through = _round_activation(name, None if as_float16 else sites[name]), [f"{new}.rounded"]
+        site, new, switch = sites[name], f"{name}.edgekit", (SWITCHES, index, f"{name}.edgekit")
+        fewer, rounded, grid = f"{new}.fewer", f"{new}.rounded", site.input[1:]
+        through = [
+            helper.make_node("QuantizeLinear", [name, *grid], [fewer], domain=site.domain),
+            helper.make_node("DequantizeLinear", [fewer, *grid], [rounded], domain=site.domain),
+        ]
+        if as_float16:
+            through = [
+                helper.make_node("Cast", [name], [fewer], to=onnx.TensorProto.FLOAT16),
+                helper.make_node("Cast", [fewer], [rounded], to=onnx.TensorProto.FLOAT),
+            ]
         plain = [helper.make_node("Identity", [name], [f"{new}.plain"])], [f"{new}.plain"]
-        proto.graph.node.extend(choose_branch(proto.graph, switch, [f"{new}.switched"], through, plain))
+        proto.graph.node.extend(choose_branch(proto.graph, switch, [f"{new}.switched"], (through, [rounded]), plain))
     nodes = order_nodes(proto.graph)
     refill(proto.graph.node, nodes)
     # Without their number the graph is the same for a target that quantizes more, behind what is compared.
@@ -161,21 +156,6 @@ def list_rounded(qdq: onnx.ModelProto, graph: Graph) -> dict[str, dict[int, Arra
             if (values := placed.dequantize(node, index)) is not None:
                 found.setdefault(node.name, {})[index] = values
     return found
-
-
-def _round_activation(name: str, site: onnx.NodeProto | None) -> list[onnx.NodeProto]:
-    """Returns nodes that quantize an activation with the parameters of a QuantizeLinear, or round it to float16."""
-    fewer, rounded = (f"{name}.edgekit.{part}" for part in ("fewer", "rounded"))
-    if site is None:
-        return [
-            helper.make_node("Cast", [name], [fewer], to=onnx.TensorProto.FLOAT16),
-            helper.make_node("Cast", [fewer], [rounded], to=onnx.TensorProto.FLOAT),
-        ]
-    parameters = list(site.input[1:])
-    return [
-        helper.make_node("QuantizeLinear", [name, *parameters], [fewer], domain=site.domain),
-        helper.make_node("DequantizeLinear", [fewer, *parameters], [rounded], domain=site.domain),
-    ]
 
 
 Branch = tuple[Sequence[onnx.NodeProto], Sequence[str]]
@@ -225,7 +205,16 @@ def open_judge(
     Raises:
         UsageError: the statistics are gone.
     """
-    session, names = _open_compared(qdq, compared, statistics, keep_float_weights=keep_float_weights)
+    # A layer with a switch (`switch_weights`) lies in the branches of a nameless If, and reads the float tensor.
+    nodes = {node.name: node for node in qdq.graph.node if node.name}
+    names = {each: nodes[each.reader].input[0] if each.reader in nodes else each.tensor for each in compared}
+    # The outputs are replaced only while the session is made: a copy of the graph would hold every weight twice.
+    given = list(qdq.graph.output)
+    refill(qdq.graph.output, [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values())])
+    try:
+        session = open_graph(qdq, statistics, keep_float_weights=keep_float_weights)
+    finally:
+        refill(qdq.graph.output, given)
     own, signals = list[tuple[Tensors, Tensors]](), list[Array]()
 
     def read() -> Iterable[tuple[Tensors, Tensors]]:
@@ -250,24 +239,6 @@ def open_judge(
 
 def _join_powers(signal: Array, noise: Array) -> float:
     return join_ratios([ratio_db(*power) for power in zip(signal, noise, strict=True)])
-
-
-def _open_compared(
-    qdq: onnx.ModelProto, compared: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool
-) -> tuple[CpuSession, dict[ComparedTensor, str]]:
-    """Returns a session whose outputs are the compared tensors, and their names in it."""
-    # A layer with a switch (`switch_weights`) lies in the branches of a nameless If, and reads the float tensor.
-    nodes = {node.name: node for node in qdq.graph.node if node.name}
-    names = {each: nodes[each.reader].input[0] if each.reader in nodes else each.tensor for each in compared}
-    # The outputs are replaced only while the session is made: a copy of the graph would hold every weight twice.
-    given = list(qdq.graph.output)
-    del qdq.graph.output[:]
-    qdq.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
-    try:
-        return open_graph(qdq, statistics, keep_float_weights=keep_float_weights), names
-    finally:
-        del qdq.graph.output[:]
-        qdq.graph.output.extend(given)
 
 
 def has_held_out(statistics: Path) -> bool:

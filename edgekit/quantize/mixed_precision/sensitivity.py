@@ -311,8 +311,15 @@ class Switched:
         nest_parts(proto, self._cuts, find_shape)
         self._fed = {name: find_shape(name) or () for each in self._cuts for name in each.fed}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
-        self._proto, self._folder = proto, graph.folder
-        self._held, self._noises = held, {} if known is None else known.setdefault(_digest_session(draft, proto), {})
+        self._proto, self._folder, self._held = proto, graph.folder, held
+        self._noises: Noises = {}
+        if known is not None:
+            # All that what the session computes depends on; weights follow from the model.
+            calibration, light = draft.calibration, copy_without_weights(proto)
+            light.graph.initializer.extend(each for each in proto.graph.initializer if each.name not in graph.constants)
+            facts = calibration.model_sha256, calibration.samples_sha256, calibration.outputs, draft.plan.factors
+            encoded = msgspec.json.encode(facts, order="sorted") + light.SerializeToString(deterministic=True)
+            self._noises = known.setdefault(digest_bytes(encoded), {})
         self._at_once = count_side_by_side(graph)
         self._floats: dict[int, Tensors] = {}
         self._losses: dict[int, list[Callable[[Array], Array]]] = {}
@@ -370,11 +377,3 @@ class Switched:
         starts = [index for index, cut in enumerate(self._cuts) if cut.start <= start]
         parts[starts[-1:]] = True
         return self._session.run({**inputs, SWITCHES: switches, **({PARTS: parts} if self._cuts else {})}, outputs)
-
-
-def _digest_session(draft: Draft, proto: onnx.ModelProto) -> str:
-    """Returns a digest of all that what a session with switches computes depends on; weights follow from the model."""
-    calibration, light = draft.calibration, copy_without_weights(proto)
-    light.graph.initializer.extend(each for each in proto.graph.initializer if each.name not in draft.graph.constants)
-    facts = calibration.model_sha256, calibration.samples_sha256, calibration.outputs, draft.plan.factors
-    return digest_bytes(msgspec.json.encode(facts, order="sorted") + light.SerializeToString(deterministic=True))

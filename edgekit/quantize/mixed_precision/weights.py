@@ -16,16 +16,8 @@ from edgekit.quantize.calibration.held_out import MOST_SAMPLES
 from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.float_graph import folded_activations
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.mixed_precision import relief
-from edgekit.quantize.mixed_precision.candidates import (
-    Draft,
-    Subject,
-    WeightError,
-    digest_draft,
-    judge_plan,
-    place_draft,
-    sort_candidates,
-)
+from edgekit.quantize.mixed_precision import candidates, relief
+from edgekit.quantize.mixed_precision.candidates import Draft, Subject, WeightError
 from edgekit.quantize.mixed_precision.score import list_rounded, strip_weights, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Switched
 from edgekit.quantize.objective import FAITHFUL_DB
@@ -46,9 +38,9 @@ def keep_more(subject: Subject, plan: QuantPlan, rise: float) -> QuantPlan | Non
         UsageError: the statistics are gone.
     """
     draft = subject.open_draft(plan)
-    lead = judge_plan(draft)
+    lead = candidates.judge_plan(draft)
     kept, tried = keep_eight(draft, lead, subject.memo.budget, lead.sqnr_db + rise)
-    judged = sort_candidates([*plan.judged, *tried])
+    judged = candidates.sort_candidates([*plan.judged, *tried])
     return msgspec.structs.replace(kept, judged=judged) if kept.bits != plan.bits else None
 
 
@@ -68,7 +60,7 @@ def keep_eight(
         enough = FAITHFUL_DB if makes_images(draft.graph, draft.calibration.outputs) else relief.COLLAPSED_DB
     if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
         return draft.plan, ()
-    placed = place_draft(draft)
+    placed = candidates.place_draft(draft)
     # Rounding layer by layer (qronos) is too slow to repeat: the search for the weights with 8 bits uses gptq instead.
     quick = draft.choose(draft.plan.method, "gptq") if draft.plan.rounding == "qronos" else draft
     tried = list(_try_kept(quick, placed, lead, enough))
@@ -178,7 +170,7 @@ def widen_weights(subject: Subject, plan: QuantPlan, most_macs: float) -> QuantP
     graph, nodes = draft.graph, {node.name: node for node in draft.graph.nodes}
     if plan.bits or not draft.effort.is_short:
         return None
-    placed = place_draft(draft)
+    placed = candidates.place_draft(draft)
     floats = draft.open_judge(strip_weights(placed, graph), most=_SAMPLES)()
     least = 10 ** (-floats / 10)
     noise = 10 ** (-_judge(draft, placed, draft.plan, _SAMPLES) / 10)
@@ -186,8 +178,8 @@ def widen_weights(subject: Subject, plan: QuantPlan, most_macs: float) -> QuantP
         return None
     # Plans that differ in the activations of 16 bits share the ranking of weights.
     ranked = subject.open_draft(msgspec.structs.replace(plan, wide={}, judged=())).use_unsigned()
-    key, known = digest_draft(ranked), subject.memo.weights
-    known[key] = known.get(key) or rank_weights(ranked, place_draft(ranked))
+    key, known = candidates.digest_draft(ranked), subject.memo.weights
+    known[key] = known.get(key) or rank_weights(ranked, candidates.place_draft(ranked))
     errors = sorted(scale_errors(known[key], noise - least), key=lambda error: -error.noise)
     layers = {layer.weight: layer for layer in read_layers(graph)}
     macs = {node.name: count_macs(graph, node) for node in graph.nodes}

@@ -23,17 +23,9 @@ from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites.products import split_gemm
+from edgekit.quantize import gptq
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
-from edgekit.quantize.gptq import (
-    FOUR_LIMIT,
-    add_spread,
-    join_pieces,
-    pick_scale,
-    round_gptq,
-    shrink_moment,
-    split_pieces,
-)
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import EXACT
@@ -191,10 +183,6 @@ def _find_stored(
     return tensor, False
 
 
-def _bias(node: onnx.NodeProto) -> str:
-    return node.input[2] if len(node.input) > 2 else ""
-
-
 def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
     for attribute in node.attribute:
         if attribute.name == name:
@@ -223,7 +211,8 @@ def _replace(
         op, inputs = "GatherBlockQuantized", [values, node.input[1], scales]
         sizes |= {"gather_axis": 0, "quantize_axis": 1}
     else:
-        op, inputs = "MatMulNBits", [node.input[0], *names, *(("", "", bias) if (bias := _bias(node)) else ())]
+        # Between the weight and the bias are inputs that these products do not have.
+        op, inputs = "MatMulNBits", [node.input[0], *names, *(("", "", bias) if (bias := (*node.input, "")[2]) else ())]
         sizes |= {"K": shape[0], "N": shape[1]}
         sizes |= {"accuracy_level": form.accuracy_level} if form.accuracy_level else {}
     node.CopyFrom(helper.make_node(op, inputs, list(node.output), name=node.name, domain=ORT_DOMAIN, **sizes))
@@ -295,18 +284,18 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_ta
     _, whole = quantize_blocks(weight, 4, block, lpbq=form.lpbq)
     tried = [whole[..., None] * np.float32(share) for share in _SHARES]
     energy = _split_rows(moments.energy().reshape(1, -1), block)
-    scales = pick_scale(_split_rows(weight.T, block), tried, energy)[..., 0]
+    scales = gptq.pick_scale(_split_rows(weight.T, block), tried, energy)[..., 0]
     scales = snap_scales(scales) if form.lpbq else scales
     each = np.repeat(scales, block, axis=1)[:, :depth]
     # Blocks of zeros have a scale of 0. A tiny scale keeps them zero, and can be divided by.
     each = np.where(each, each, np.float32(1e-30))
     size = moments.size
-    kept = shrink_moment(moments.second_moment(), moments.count)
-    kept = add_spread(kept, moments.spread.reshape(-1, size), moments.count)
+    kept = gptq.shrink_moment(moments.second_moment(), moments.count)
+    kept = gptq.add_spread(kept, moments.spread.reshape(-1, size), moments.count)
     if is_table:
         kept = kept + np.eye(size) * np.diagonal(kept, axis1=1, axis2=2).mean()
-    matrix, scale = (split_pieces(part[None], 1, size) for part in (weight.T, each))
-    found = join_pieces(round_gptq(matrix, kept, scale, limit=FOUR_LIMIT).integers, 1)[0]
+    matrix, scale = (gptq.split_pieces(part[None], 1, size) for part in (weight.T, each))
+    found = gptq.join_pieces(gptq.round_gptq(matrix, kept, scale, limit=gptq.FOUR_LIMIT).integers, 1)[0]
     values = np.full((scales.shape[0], scales.shape[1] * block), _MIDDLE, np.uint8)
     values[:, :depth] = (found.astype(np.int16) + _MIDDLE).astype(np.uint8)
     values = values.reshape(*scales.shape, block)
