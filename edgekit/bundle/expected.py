@@ -5,7 +5,7 @@ same bytes.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -97,7 +97,15 @@ def write_expected(
         # Only samples whose inputs have the most frequent shapes are candidates.
         most_common = max(all_candidates, key=lambda item: sum(other.fed == item.fed for other in all_candidates))
         candidates = [item for item in all_candidates if item.fed == most_common.fed]
-        chosen = _choose(candidates)
+        remaining, reasons = list(candidates), dict[int, str]()
+        for reason, choose in _REASONS.items():
+            if remaining:
+                sample = choose(remaining)
+                reasons[sample.row] = reason
+                remaining.remove(sample)
+        chosen = tuple(
+            msgspec.convert({"row": row, "reason": reasons[row]}, ready_type(ChosenSample)) for row in sorted(reasons)
+        )
         is_open = not all(spec.is_static for spec in golden.inputs)
         sized = [spec.name for spec in golden.outputs if is_open or spec.is_static]
         fixed = {name for name in sized if len({item.shapes[name] for item in candidates}) == 1}
@@ -111,7 +119,16 @@ def write_expected(
         shifts = _measure_shift(files[form][0], inputs, rows)
     except RuntimeRefusal as error:
         return msgspec.structs.replace(no_self_test, expected_from=f"nothing: {error.message}")
-    tolerance = _set_tolerance(candidates, fixed, _MIN_TOLERANCE[precision], shifts)
+    tolerance: dict[str, float] = {}
+    for name in sorted({name for item in candidates for name in item.errors if name in fixed}):
+        worst = max(item.errors.get(name, 0.0) for item in candidates)
+        size = max(item.sizes.get(name, 0.0) for item in candidates)
+        # At most half of the largest value: with more, a device that returns zeros would pass.
+        shift = min(_ERROR_FACTOR * shifts.get(name, 0.0), _MAX_SHIFT_SHARE * size)
+        tolerance_value = max(_ERROR_FACTOR * worst, _MIN_TOLERANCE[precision] * (size or 1.0), shift)
+        if math.isfinite(tolerance_value):
+            # Two digits, because further ones differ between machines.
+            tolerance[name] = float(f"{tolerance_value:.1e}")
     source = f"'{form}' on CPUExecutionProvider, not optimised"
     return msgspec.structs.replace(no_self_test, chosen=chosen, tolerance=tolerance, expected_from=source)
 
@@ -135,19 +152,6 @@ def _run_candidates(run: Callable[[Tensors], Tensors], golden: Golden) -> Iterat
             fed={name: value.shape for name, value in sample.items()},
             shapes={name: value.shape for name, value in output.items()},
         )
-
-
-def _choose(candidates: Sequence[_Candidate]) -> tuple[ChosenSample, ...]:
-    """Returns the chosen samples sorted by row: a different one for each reason, if there are enough."""
-    remaining, reasons = list(candidates), dict[int, str]()
-    for reason, choose in _REASONS.items():
-        if remaining:
-            chosen = choose(remaining)
-            reasons[chosen.row] = reason
-            remaining.remove(chosen)
-    return tuple(
-        msgspec.convert({"row": row, "reason": reasons[row]}, ready_type(ChosenSample)) for row in sorted(reasons)
-    )
 
 
 # The reasons for which samples are chosen, in order of priority.
@@ -205,22 +209,6 @@ def _shift_grids(path: Path, steps: float) -> bytes | None:
         return None
     refill(graph.node, nodes)
     return proto.SerializeToString()
-
-
-def _set_tolerance(
-    candidates: Sequence[_Candidate], fixed: Collection[str], share: float, shifts: Mapping[str, float]
-) -> dict[str, float]:
-    tolerance: dict[str, float] = {}
-    for name in sorted({name for item in candidates for name in item.errors if name in fixed}):
-        worst = max(item.errors.get(name, 0.0) for item in candidates)
-        size = max(item.sizes.get(name, 0.0) for item in candidates)
-        # At most half of the largest value: with more, a device that returns zeros would pass.
-        shift = min(_ERROR_FACTOR * shifts.get(name, 0.0), _MAX_SHIFT_SHARE * size)
-        tolerance_value = max(_ERROR_FACTOR * worst, share * (size or 1.0), shift)
-        if math.isfinite(tolerance_value):
-            # Two digits, because further ones differ between machines.
-            tolerance[name] = float(f"{tolerance_value:.1e}")
-    return tolerance
 
 
 def _subtract(value: Array, other: Array) -> Array:

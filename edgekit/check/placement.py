@@ -71,7 +71,15 @@ def _find_broken(
 ) -> Iterator[tuple[int, str]]:
     """Yields the units that the provider claims and then cannot build."""
     if placing.inside_only:
-        yield from _find_crossing(graph, units, partitions, placing)
+        # At the border of a partition, tensors of a type that stays inside.
+        places = {member: partitions[at] for at, unit in enumerate(units) for member in unit.members}
+        for at, unit in enumerate(units):
+            nodes = [graph.nodes[member] for member in unit.members] if partitions[at] is not None else []
+            for name in (name for node in nodes for name in (*node.input, *node.output) if name in graph.producers):
+                ends = (graph.producers[name], *graph.consumers.get(name, ()))
+                dtype = graph.value(name).dtype
+                if dtype in placing.inside_only and any(places[end.index] != partitions[at] for end in ends):
+                    yield at, f"'{name}' is {dtype} and crosses the border of a partition: no session is made then"
     # NNAPI's model_builder.cc, GetAllQuantizedOpInputs.
     made = {
         name: partitions[at]
@@ -93,20 +101,6 @@ def _find_broken(
         if outside:
             what = f"a quantized {unit.node.op_type} of one partition reads '{outside[0]}' from outside of it"
             yield at, f"{what}, behind its first input: the provider claims it and then makes no session"
-
-
-def _find_crossing(
-    graph: Graph, units: Sequence[Unit], partitions: Sequence[int | None], placing: Placing
-) -> Iterator[tuple[int, str]]:
-    """Yields the units at the border of a partition whose tensors there are of a type that stays inside."""
-    places = {member: partitions[at] for at, unit in enumerate(units) for member in unit.members}
-    for at, unit in enumerate(units):
-        nodes = [graph.nodes[member] for member in unit.members] if partitions[at] is not None else []
-        for name in (name for node in nodes for name in (*node.input, *node.output) if name in graph.producers):
-            ends = (graph.producers[name], *graph.consumers.get(name, ()))
-            dtype = graph.value(name).dtype
-            if dtype in placing.inside_only and any(places[end.index] != partitions[at] for end in ends):
-                yield at, f"'{name}' is {dtype} and crosses the border of a partition: no session is made then"
 
 
 def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[list[int]]:

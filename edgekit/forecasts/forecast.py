@@ -269,7 +269,25 @@ class _Estimate:
             # The spread between runs of that phone is not known.
             row = msgspec.structs.replace(row, ms=own.ms, low_ms=own.ms, high_ms=own.ms, basis="measured")
         else:
-            row = self._add_time(row, device, placing)
+            fitted, known = self.fitted, self.known_log_ms
+            middle = (self.log_ms if known is None else known) + fitted.devices[device]
+            if known is None:
+                ends = self.compiled or fitted
+                low, high = ends.low * (1 + self.distance), ends.high * (1 + self.distance)
+            else:
+                # The uncertainties between devices and between precisions add up as independent errors.
+                high = math.hypot(fitted.spread[device], self.known_error)
+                low = -high
+            on_cpu = 0 if placing is None else placing.left
+            cpu = next((each for each in reversed(self.model.cpu_layers) if on_cpu >= each.least), None)
+            if cpu is not None and known is None:
+                middle, low, high = (
+                    middle + cpu.middle, -math.hypot(low, cpu.low - cpu.middle), math.hypot(high, cpu.high - cpu.middle)
+                )  # fmt: skip
+            basis = "recalibrated" if known is not None else "networks" if self.compiled is None else "compiled"
+            ms, low_ms, high_ms = (_round(math.exp(value)) for value in (middle, middle + low, middle + high))
+            note = "" if cpu is None or placing is None else f"{placing.left} of {placing.nodes} nodes on the CPU"
+            row = msgspec.structs.replace(row, ms=ms, low_ms=low_ms, high_ms=high_ms, basis=basis, note=note)
         table = model.load_table()
         neighbours = (
             Neighbour(network=name, distance=round(distance, 3), ms=measured[device].ms)
@@ -282,27 +300,6 @@ class _Estimate:
         mb = max(1.0, fit.sum([*(self.work.kinds.get(kind, 0.0) for kind in model.MEMORY_KINDS), 1.0]))
         low, high = (round(mb * math.exp(value), 1) for value in (fit.low, fit.high))
         return msgspec.structs.replace(row, memory_mb=round(mb, 1), low_mb=low, high_mb=high)
-
-    def _add_time(self, row: DeviceForecast, device: str, placing: Placing | None) -> DeviceForecast:
-        fitted = self.fitted
-        middle = (self.log_ms if self.known_log_ms is None else self.known_log_ms) + fitted.devices[device]
-        if self.known_log_ms is None:
-            ends = self.compiled or fitted
-            low, high = ends.low * (1 + self.distance), ends.high * (1 + self.distance)
-        else:
-            # The uncertainties between devices and between precisions add up as independent errors.
-            high = math.hypot(fitted.spread[device], self.known_error)
-            low = -high
-        on_cpu = 0 if placing is None else placing.left
-        cpu = next((each for each in reversed(self.model.cpu_layers) if on_cpu >= each.least), None)
-        if cpu is not None and self.known_log_ms is None:
-            middle, low, high = (
-                middle + cpu.middle, -math.hypot(low, cpu.low - cpu.middle), math.hypot(high, cpu.high - cpu.middle)
-            )  # fmt: skip
-        basis = "recalibrated" if self.known_log_ms is not None else "networks" if self.compiled is None else "compiled"
-        ms, low_ms, high_ms = (_round(math.exp(value)) for value in (middle, middle + low, middle + high))
-        note = f"{placing.left} of {placing.nodes} nodes on the CPU" if cpu is not None and placing is not None else ""
-        return msgspec.structs.replace(row, ms=ms, low_ms=low_ms, high_ms=high_ms, basis=basis, note=note)
 
 
 def find_measured(name: str, fitted: Fitted) -> str | None:

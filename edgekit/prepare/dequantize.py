@@ -162,7 +162,17 @@ class _Writer:
             return self._store(graph, reader, name, scale, zero)
         if source is None:
             need(name in graph.inputs and graph.constants.keys() >= {scale, *filter(None, [zero])})
-            return self._scale_input(graph, name, scale, zero)
+            # By definition, (Cast(x) - zero point) * scale.
+            kind = graph.constants[scale].data_type
+            need(graph.value(scale).elements == 1)
+            shift = np.zeros(()) if not zero else graph.weight(zero)
+            stored = numpy_helper.from_array(shift.astype(graph.weight(scale).dtype), self._name(f"{name}_zero"))
+            self._graph.initializer.append(stored)
+            wide, shifted, made = (self._name(f"{name}_{op}") for op in ("Cast", "Sub", "Mul"))
+            graph.proto.node.append(onnx.helper.make_node("Cast", [name], [wide], wide, to=kind))
+            graph.proto.node.append(onnx.helper.make_node("Sub", [wide, stored.name], [shifted], shifted))
+            graph.proto.node.append(onnx.helper.make_node("Mul", [shifted, scale], [made], made))
+            return made
         # The first of thousands comes first, by a stack of its own: Python's is not deep enough.
         stack = [source]
         while stack:
@@ -193,19 +203,6 @@ class _Writer:
         copy.output[:] = [self._name(each) if each else "" for each in node.output]
         graph.proto.node.append(copy)
         self._moved[graph, node, scale, zero] = copy.output
-
-    def _scale_input(self, graph: Graph, name: str, scale: str, zero: str) -> str:
-        """Returns the float tensor of an input of integers by definition, (Cast(x) - zero point) * scale."""
-        kind = graph.constants[scale].data_type
-        need(graph.value(scale).elements == 1)
-        shift = np.zeros(()) if not zero else graph.weight(zero)
-        stored = numpy_helper.from_array(shift.astype(graph.weight(scale).dtype), self._name(f"{name}_zero"))
-        self._graph.initializer.append(stored)
-        wide, shifted, made = (self._name(f"{name}_{op}") for op in ("Cast", "Sub", "Mul"))
-        graph.proto.node.append(onnx.helper.make_node("Cast", [name], [wide], wide, to=kind))
-        graph.proto.node.append(onnx.helper.make_node("Sub", [wide, stored.name], [shifted], shifted))
-        graph.proto.node.append(onnx.helper.make_node("Mul", [shifted, scale], [made], made))
-        return made
 
     def write_rounding(self, graph: Graph, node: Node) -> bool:
         """Replaces a QuantizeLinear that is left by its definition, Cast(Clip(Round(x / scale) + zero point)).

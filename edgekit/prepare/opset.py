@@ -154,9 +154,10 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
         words = f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}"
         raise ModelError(words, hint=f"export the model with opset {opset}")
-    lowers = opset < own
-    if not lowers:
-        _replace_preview_nodes(proto.graph)
+    lowers, wide = opset < own, {onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
+    if not lowers and models.list_element_types(proto.graph).isdisjoint(wide):
+        for part in models.iterate_graphs(proto.graph):
+            models.refill(part.node, [new for node in part.node for new in _write_preview(node) or (node,)])
     nodes = [node for node in models.iterate_nodes(proto.graph) if not node.domain]
     read = helper.get_attribute_value
     for node in nodes if lowers else ():
@@ -215,23 +216,14 @@ def _refusal(own: int, opset: int, newer: Sequence[str], reason: str = "") -> Mo
     return ModelError(f"cannot convert opset {own} to {opset}: {reason}", hint=f"export the model {hint}")
 
 
-def _replace_preview_nodes(graph: onnx.GraphProto) -> None:
-    """Writes Affine, ImageScaler and Crop of float32 as Mul, Add and Slice, in place.
-
-    ONNX had them as a preview, OnnxMLTools wrote them for Core ML's layers, and only ONNX Runtime's CPU has them still.
-    """
-    if models.list_element_types(graph).isdisjoint({onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}):
-        for part in models.iterate_graphs(graph):
-            models.refill(part.node, [new for node in part.node for new in _write_preview(node) or (node,)])
-
-
+# ONNX had these as a preview, OnnxMLTools wrote them for Core ML's layers, and only ONNX Runtime's CPU has them still.
 _PREVIEW = frozenset({"Affine", "Crop", "ImageScaler"})
 _NUMBERS = frozenset({onnx.AttributeProto.FLOAT, onnx.AttributeProto.FLOATS, onnx.AttributeProto.INTS})
 _TO_THE_END = np.iinfo(np.int64).max
 
 
 def _write_preview(node: onnx.NodeProto) -> Sequence[onnx.NodeProto]:
-    """Returns the nodes that replace a node of `_PREVIEW`, none for another or if its attributes are malformed."""
+    """Returns the Mul and Add or the Slice for a node of `_PREVIEW`; none for another, or for malformed attributes."""
     is_known = node.op_type in _PREVIEW and not node.domain and len(node.input) == len(node.output) == 1
     if not is_known or any(each.type not in _NUMBERS for each in node.attribute):
         return ()

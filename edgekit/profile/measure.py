@@ -306,6 +306,8 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *
     if empty.roof is not None:
         nodes = kernels.add_roof_shares(nodes, empty.roof)
     rounds = [(_take_median(untraced), _take_median(traced)) for untraced, traced in measured.pairs]
+    with_arena = (measured.pairs[0][0] if measured.pairs else measured.first).memory
+    bare: Mapping[Phase, tuple[int, int]] = {} if measured.without_arena is None else measured.without_arena.memory
     found = msgspec.structs.replace(
         empty,
         versions=dict(sorted(last.versions.items())),
@@ -315,7 +317,17 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *
         # If there was no time for runs without the profiler, those with it are used.
         plain_ms=median([untraced for untraced, _ in rounds] or last.latency_ms),
         overhead=compare_rounds(rounds) if len(rounds) > 1 else None,
-        memory=_list_memory(measured),
+        memory=tuple(
+            PhaseMemory(
+                phase=phase,
+                resident_bytes=with_arena[phase][0],
+                peak_bytes=with_arena[phase][1],
+                bare_bytes=bare[phase][0] if phase in bare else None,
+                bare_peak_bytes=bare[phase][1] if phase in bare else None,
+            )
+            for phase in get_args(Phase)
+            if phase in with_arena
+        ),
         load_ms=last.load_ms,
         make_ms=traces[-1].make_ms,
         operators=kernels.list_operators(nodes),
@@ -328,23 +340,6 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, no_roof: str, *
     raw = last.trace.read_bytes() if keep_raw and last.trace is not None else b""
     profile = msgspec.structs.replace(found, warnings=warnings, advice=advice)
     return Profiled(profile=profile, executions=counted, graph=graph, raw=raw)
-
-
-def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
-    """Returns the memory of the process after each phase of a session, with and without an arena."""
-    with_arena = (measured.pairs[0][0] if measured.pairs else measured.first).memory
-    bare: Mapping[Phase, tuple[int, int]] = {} if measured.without_arena is None else measured.without_arena.memory
-    return tuple(
-        PhaseMemory(
-            phase=phase,
-            resident_bytes=with_arena[phase][0],
-            peak_bytes=with_arena[phase][1],
-            bare_bytes=bare[phase][0] if phase in bare else None,
-            bare_peak_bytes=bare[phase][1] if phase in bare else None,
-        )
-        for phase in get_args(Phase)
-        if phase in with_arena
-    )
 
 
 def _warn(found: DeviceProfile, rounds: int) -> Iterator[str]:

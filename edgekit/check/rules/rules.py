@@ -122,7 +122,10 @@ class When(_Strict, frozen=True, kw_only=True):
             and all(
                 unit.has_input(int(at)) and unit.inputs[int(at)].dtype in dtypes for at, dtypes in self.dtypes.items()
             )
-            and all(unit.rank_of(int(at)) in ranks for at, ranks in self.ranks.items())
+            and all(
+                (shape := subject.shape(int(at))) is not None and len(shape) in ranks
+                for at, ranks in self.ranks.items()
+            )
             # An unknown shape, and one of rank 0, does not count as a single element: (0,) never equals {1}.
             and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in self.single)
             and (not self.fed_by or not makers.isdisjoint(self.fed_by))

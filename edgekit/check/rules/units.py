@@ -77,11 +77,6 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
         """Returns True if the node has an input at this position."""
         return position < len(self.inputs) and bool(self.inputs[position].name)
 
-    def rank_of(self, position: int) -> int | None:
-        """Returns the rank of an input, None if it is absent or unknown."""
-        shape = self.inputs[position].shape if self.has_input(position) else None
-        return None if shape is None else len(shape)
-
     @property
     def form(self) -> str:
         """The element type that the unit computes in: "float32"; "qdq-uint8" if quantized; "unknown" if not known."""
