@@ -15,8 +15,8 @@ from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.progress import Progress
 from edgekit.report import checked, tables, text
 from edgekit.report.checked import describe_taken
-from edgekit.report.forecasts import describe_forecast
 from edgekit.report.tables import format_bytes
+from edgekit.report.timing import describe_forecast
 from edgekit.target import read_version
 
 

@@ -24,7 +24,6 @@ from edgekit.prepare.clean import freeze_model
 from edgekit.profile.measure import ProfileOptions
 from edgekit.profile.profile import profile_on
 from edgekit.progress import Progress
-from edgekit.report import forecasts as text
 from edgekit.report import profiles, tables, timing
 from edgekit.report.ci import render_bench_markdown
 from edgekit.report.pages import make_page
@@ -316,11 +315,11 @@ def forecast_command(
         if compiles:
             progress("compile the model as QNN does")
         report = forecast(frozen, devices, precisions, known, dims=dims, every=every, max_ms=max_ms, compiles=compiles)
-    options.write_page(html, lambda: make_page("forecast", text, report=report))
+    options.write_page(html, lambda: make_page("forecast", timing, report=report))
 
     def show() -> None:
-        show_line(text.headline_forecast(report))
-        print_table(text.table_forecast(report))
-        show_remarks(text.list_forecast_remarks(report))
+        show_line(timing.headline_forecast(report))
+        print_table(timing.table_forecast(report))
+        show_remarks(timing.list_forecast_remarks(report))
 
     return Answer(report, show, report.verdict)

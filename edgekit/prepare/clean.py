@@ -27,13 +27,12 @@ from edgekit.graph.rewrite import Writer, node_rewrite
 from edgekit.model import model as models
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.soundness import read_opsets
+from edgekit.prepare import external
 from edgekit.prepare.constants import OPTIMIZER
-from edgekit.prepare.external import gather_data, write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs, name_nodes
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, lower_model, read_opset
 from edgekit.prepare.rewrites.fused import FUSED, renew_softmax, split_fused
 from edgekit.prepare.shapes import fix_dims, infer_outputs
-from edgekit.prepare.stripped import put_weights, replace_unsupported, restore_nodes, skim_weights, strip_weights
 
 _AXES_AS_INPUT = 13  # since this opset Unsqueeze reads its axes
 _BROADCASTING = 7  # since this opset Sub and Mul take a constant with fewer axes
@@ -305,7 +304,7 @@ def optimize_basic(proto: onnx.ModelProto, model: models.Model, path: Path, fold
     nodes = onnx.GraphProto(node=proto.graph.node).node
     # At any level, a session replaces operators without a kernel: they are hidden from it.
     types = guard_half(proto)
-    replaced = replace_unsupported(proto.graph)
+    replaced = external.replace_unsupported(proto.graph)
     # Prepacked copies of all weights would double the memory, for a session that never runs.
     config = external_config(folder) | {"session.disable_prepacking": "1"}
     if keeps_weights_on_disk(model):
@@ -317,14 +316,14 @@ def optimize_basic(proto: onnx.ModelProto, model: models.Model, path: Path, fold
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph, path.parent)
     restore_types(optimized.graph, nodes, types)
-    whole = restore_nodes(optimized.graph, replaced)
+    whole = external.restore_nodes(optimized.graph, replaced)
     # Casts that ONNX Runtime merged with the model's own cannot be removed: then the stripped graph does not load.
     as_is = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)
     if whole and (not stripped or makes_session(optimized.SerializeToString(deterministic=True), as_is)):
         return optimized
     models.refill(proto.graph.node, nodes)
     if keeps_weights_on_disk(model):
-        gather_data(proto, folder, path.with_name(f"{path.name}.data"))
+        external.gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto
 
 
@@ -460,7 +459,7 @@ def sketch_model(
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = skim_weights(model) or _read_graph(model)
+    proto = external.skim_weights(model) or _read_graph(model)
     if _has_branches(proto):
         return prepare_model(model, out, dims, may_stay_open=may_stay_open)
     _clean_interface(proto, (), {})
@@ -480,7 +479,7 @@ def show_model(model: models.Model, out: Path) -> models.Model:
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
-    proto = skim_weights(model) or _read_graph(model)
+    proto = external.skim_weights(model) or _read_graph(model)
     if proto.ir_version < _OVERRIDING:
         drop_initializer_inputs(proto.graph)
         proto.ir_version = _OVERRIDING
@@ -494,13 +493,13 @@ def _write_sketch(
     proto: onnx.ModelProto, model: models.Model, out: Path, origin: onnx.ModelProto, opset: int, *, splits: bool = False
 ) -> models.Model:
     """Writes the optimized graph of a model in this opset, without the values of large weights."""
-    shells, folder = strip_weights(proto), model.path.parent
+    shells, folder = external.strip_weights(proto), model.path.parent
     with replacing_file(out) as temporary:
         if _needs_two_passes(proto, opset):
             proto, folder = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder), temporary.parent
         proto = convert_opset(proto, opset)
         proto = optimize_basic(_split_fused(proto) if splits else proto, model, temporary, folder)
-        put_weights(proto.graph, shells)
+        external.put_weights(proto.graph, shells)
         _write(proto, model, temporary, out, origin)
     return models.load_model(out, custom_ops=model.custom_ops)
 
@@ -576,7 +575,7 @@ def _write(
         infer_outputs(proto)
         sort_values(proto.graph)
     if keeps_weights_on_disk(model) and model.size_bytes < _EXTERNAL_FROM_BYTES:
-        write_inline(proto, temporary.parent, temporary)
+        external.write_inline(proto, temporary.parent, temporary)
         return
     temporary.write_bytes(proto.SerializeToString(deterministic=True))
     models.move_data(temporary, out)

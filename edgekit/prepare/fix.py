@@ -29,11 +29,10 @@ from edgekit.model.state import first_state
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare import rewrites
 from edgekit.prepare.clean import import_contrib, keeps_weights_on_disk, merge_domains, prepare_model
-from edgekit.prepare.external import save_graph
+from edgekit.prepare.external import is_absent, save_graph
 from edgekit.prepare.interface import drop_idle_nodes, name_nodes
 from edgekit.prepare.opset import lower_ir_version, read_opset
 from edgekit.prepare.rewrites import activations, float16, idle, norms, products, signs
-from edgekit.prepare.stripped import is_absent
 from edgekit.serialize import read_own_toml
 from edgekit.target import INTEGERS, Target
 

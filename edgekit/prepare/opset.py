@@ -19,7 +19,7 @@ from edgekit.graph.constants import LAYER_NORM_SINCE, ORT_DOMAIN, is_own, list_c
 from edgekit.graph.inference import copy_light, infer_model
 from edgekit.model import model as models
 from edgekit.model.external import LEAST_BYTES
-from edgekit.prepare.stripped import put_weights
+from edgekit.prepare.external import put_weights
 
 
 class _Value(NamedTuple):

@@ -26,8 +26,8 @@ from edgekit.model.external import DataPlace, count_bytes, point_to
 from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import import_contrib, restore_metadata, sort_values
+from edgekit.prepare.external import is_absent
 from edgekit.prepare.interface import name_nodes
-from edgekit.prepare.stripped import is_absent
 from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, assume_ranges, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments

@@ -13,9 +13,9 @@ from edgekit.data.data_check import ALIKE
 from edgekit.evidence import Evidence, Verdict
 from edgekit.inspect.inspect import OnnxReport
 from edgekit.report.checked import describe_disagreement, describe_taken
-from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
+from edgekit.report.timing import describe_forecast
 from edgekit.serialize import to_builtins
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
 from edgekit.verify.metrics.outputs import OutputReport, weigh_output

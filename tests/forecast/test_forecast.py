@@ -23,9 +23,9 @@ from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast, parse_cpu_times, parse_measured, read_history
 from edgekit.phones import find_phone
-from edgekit.report import forecasts
-from edgekit.report.forecasts import describe_cpu, draw_devices, headline_forecast, list_forecast_remarks
+from edgekit.report import timing
 from edgekit.report.pages import make_page
+from edgekit.report.timing import describe_cpu, draw_devices, headline_forecast, list_forecast_remarks
 from edgekit.target import load_target
 
 
@@ -259,7 +259,7 @@ def test_the_page_draws_each_device_and_escapes(tmp_path: Path) -> None:
     assert len(bars) == 6
     assert all(bar.x <= dot.x <= bar.x + bar.width for bar, dot in zip(bars, dots, strict=True))
     hostile = msgspec.structs.replace(report, model="<script>alert(1)</script>")
-    page = make_page("forecast", forecasts, report=hostile)
+    page = make_page("forecast", timing, report=hostile)
     assert "<script>alert(1)" not in page
 
 

@@ -31,7 +31,7 @@ from edgekit.profile.nodes import add_roof_shares, list_nodes, list_operators, l
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.recipe import Data, Recipe
-from edgekit.report import forecasts, profiles, tables
+from edgekit.report import profiles, tables, timing
 from edgekit.report.checked import CheckedTarget, CheckSummary, list_blocks, list_facts, render_check
 from edgekit.report.html import (
     Picture,
@@ -209,7 +209,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "build": render_page(build),
         "check": render_check(summary),
         "compare": render_page(models, min_sqnr_db=15.0),
-        "forecast": make_page("forecast", forecasts, report=forecast(MODEL)),
+        "forecast": make_page("forecast", timing, report=forecast(MODEL)),
         "quantize": render_page(quantized),
         "verify": render_page(full),
     }

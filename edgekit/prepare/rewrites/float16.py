@@ -12,7 +12,7 @@ from edgekit.graph.match import known, need, walk
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model import model as models
 from edgekit.model.tensors import Array
-from edgekit.prepare.stripped import is_absent
+from edgekit.prepare.external import is_absent
 
 HALF_TO_FLOAT, DOUBLE_TO_FLOAT = "half-to-float", "double-to-float"
 _HALF, _FLOAT, _DOUBLE, _BYTE = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.UINT8

@@ -18,8 +18,8 @@ from edgekit.graph.match import known, need
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
+from edgekit.prepare.external import is_absent
 from edgekit.prepare.rewrites.fused import LINEAR, complete_units, split_qlinear, spread_quantizers
-from edgekit.prepare.stripped import is_absent
 
 UNSIGNED_WEIGHTS, INT8_ACTIVATIONS = "unsigned-weights", "int8-activations"
 _Kind = Literal["int8", "uint8"]

@@ -22,17 +22,7 @@ from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, load_model, read_proto, read_with_weights_on_disk, save_proto
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, is_text
-from edgekit.verify.layers import grids, matching
-from edgekit.verify.layers.comparison import (
-    INPUT,
-    LAYER_SAMPLES,
-    UNSTEADY,
-    LayerErrors,
-    LayerReport,
-    Located,
-    measure_layer,
-    report_layer,
-)
+from edgekit.verify.layers import comparison, grids, matching
 from edgekit.verify.metrics.changes import describe_pairs
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
@@ -58,7 +48,7 @@ _COPY = "edgekit.copy:"
 """Begins the names of outputs that copy an input of the model."""
 
 
-_Measured = tuple["Probe", LayerErrors, tuple[Array, Array]]
+_Measured = tuple["Probe", comparison.LayerErrors, tuple[Array, Array]]
 """A layer, its errors in one sample, and what it should have given and gave."""
 
 
@@ -98,7 +88,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
         # The layer of a node is that of the node which it rounds or ends, or its own.
         before = next((name for name in node.input if name in joined), None)
         if node.op_type in matching.ROUNDING:
-            start = starts.get(node.input[0], (node.input[0], INPUT))
+            start = starts.get(node.input[0], (node.input[0], comparison.INPUT))
         else:
             start = (node.name or node.output[0], node.op_type) if before is None else starts[before]
         for name in filter(None, node.output):
@@ -130,12 +120,14 @@ def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
     return reader.op_type in _FUSED_AFTER or (reader.op_type in _FUSED_WITH_CONSTANT and not others)
 
 
-def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool, before: Samples | None = None) -> Located:
+def look_at_layers(
+    device: Device, job: Job, work: Path, *, may_cut: bool, before: Samples | None = None
+) -> comparison.Located:
     """Returns the result of `find_device_layer`, or a note that says why the layers cannot be looked at."""
     try:
         return find_device_layer(device, job, work, may_cut=may_cut, before=before)
     except EdgekitError as error:
-        return Located(layer=None, runs=0, cuts=0, notes=(f"the layers were not compared: {error.message}",))
+        return comparison.Located(layer=None, runs=0, cuts=0, notes=(f"the layers were not compared: {error.message}",))
 
 
 def find_device_layer(
@@ -146,7 +138,7 @@ def find_device_layer(
     may_cut: bool = True,
     slice_bytes: int = 32 << 20,
     before: Samples | None = None,
-) -> Located:
+) -> comparison.Located:
     """Returns the first layer of an ONNX model that a device computes differently from this machine.
 
     This machine runs without optimisation. The tensors inside are added to the outputs, in slices of about
@@ -160,14 +152,16 @@ def find_device_layer(
         ModelError: the job's model is no ONNX model.
         DeviceError: the device is not there.
     """
-    job = msgspec.structs.replace(job, samples=limit_samples(job.samples, LAYER_SAMPLES))
+    job = msgspec.structs.replace(job, samples=limit_samples(job.samples, comparison.LAYER_SAMPLES))
     model, unprobed = load_model(job.model), device.run_job(job, work / "unprobed")
     refusal, runs, notes = unprobed.failure or "", 1, dict[str, None]()
     outputs = () if refusal else compare_outputs(matching.run_unoptimized(model, job.samples), unprobed.outputs)
     if before is not None and (moved := _find_changed(before, unprobed.outputs)) is not None:
-        return Located(layer=None, runs=1, cuts=0, notes=(f"output '{moved.name}' is another {UNSTEADY}",))
+        return comparison.Located(
+            layer=None, runs=1, cuts=0, notes=(f"output '{moved.name}' is another {comparison.UNSTEADY}",)
+        )
     same_db = min(_SAME_DB, find_least_db(outputs) + _CLOSER_DB)
-    graph, errors = view_model(read_with_weights_on_disk(model)), dict[str, list[LayerErrors]]()
+    graph, errors = view_model(read_with_weights_on_disk(model)), dict[str, list[comparison.LayerErrors]]()
     planned = plan_probes(model)
     planned = (*planned, *_plan_outputs(graph, planned))
     specs = _describe_tensors(matching.open_part(model, [probe.tensor for probe in planned]), job.samples)
@@ -220,10 +214,10 @@ def find_device_layer(
         return msgspec.structs.replace(located, runs=located.runs + runs, notes=all_notes)
     if refusal:
         note = f"the layers were not compared, because {refusal}; to bisect the model: edgekit verify --layers"
-        return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
+        return comparison.Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
     measured = ((it, errors[it.tensor], it.grid.step if it.grid else 0.0) for it in probes if it.tensor in errors)
-    layers = tuple(report_layer(it.layer, it.op, it.tensor, error, step) for it, error, step in measured)
-    located = Located(
+    layers = tuple(comparison.report_layer(it.layer, it.op, it.tensor, error, step) for it, error, step in measured)
+    located = comparison.Located(
         layer=find_wrong_layer(layers, find_least_db(outputs)),
         runs=runs,
         cuts=0,
@@ -251,14 +245,16 @@ def find_device_layer(
     return msgspec.structs.replace(located, layer=found.name, runs=runs + 1, layers=layers)
 
 
-def _find_changed(wanted: Samples, found: Samples) -> LayerReport | None:
+def _find_changed(wanted: Samples, found: Samples) -> comparison.LayerReport | None:
     """Returns the first tensor of both sides, an input or output of the model, that is another in `found`."""
     rows = list(zip(wanted, found, strict=False))
     for name in rows[0][0] if rows else ():
         pairs = [(one[name], other[name]) for one, other in rows if name in other and one[name].dtype.kind in "fiu"]
         if not pairs:
             continue
-        layer = report_layer(name, INPUT, name, [measure_layer(None, pair, [pair]) for pair in pairs], 0.0)
+        layer = comparison.report_layer(
+            name, comparison.INPUT, name, [comparison.measure_layer(None, pair, [pair]) for pair in pairs], 0.0
+        )
         if _is_wrong(layer):
             others = [wanted for wanted, _ in pairs]
             moved = all(any(np.array_equal(got, other) for other in others) for _, got in pairs)
@@ -267,7 +263,7 @@ def _find_changed(wanted: Samples, found: Samples) -> LayerReport | None:
     return None
 
 
-def find_wrong_layer(layers: Sequence[LayerReport], least_db: float) -> str | None:
+def find_wrong_layer(layers: Sequence[comparison.LayerReport], least_db: float) -> str | None:
     """Returns the name of the first layer that is wrong by itself, or None.
 
     If no layer is, but the outputs are (`least_db` is the lowest SQNR among them), it is the layer with the lowest SQNR
@@ -326,14 +322,14 @@ def _measure_slice(
         own = isolated.run({**sample, **fed})
         for probe in wanted:
             pair = probe.read(own), probe.read(got)
-            yield probe, measure_layer(probe.grid, (probe.read(exact), pair[1]), [pair]), pair
+            yield probe, comparison.measure_layer(probe.grid, (probe.read(exact), pair[1]), [pair]), pair
 
 
 def _count_left(run: DeviceRun) -> Counter[str]:
     return Counter(node.op for node in run.placement if node.provider == CPU_PROVIDER)
 
 
-def _is_wrong(layer: LayerReport) -> bool:
+def _is_wrong(layer: comparison.LayerReport) -> bool:
     if layer.own_sqnr_db is None:
         return True
     if layer.channel_steps is None or layer.offset_steps is None:
@@ -375,7 +371,7 @@ def save_prefix(model: Model, outputs: Sequence[str], path: Path) -> Model:
     return save_proto(proto, path)
 
 
-def locate_on_device(device: Device, job: Job, work: Path) -> Located:
+def locate_on_device(device: Device, job: Job, work: Path) -> comparison.Located:
     """Bisects an ONNX model on a device and returns the layer at which most of the error arises.
 
     The job's model is cut at several places; each prefix runs on the device and, with every optimisation off, here. Its
@@ -427,7 +423,7 @@ def locate_on_device(device: Device, job: Job, work: Path) -> Located:
             spans += [(begin, middle), (middle, end)]
     grows = layer is None and found[last] < _WRONG_DB
     notes = (f"the error grows from layer to layer, at none by {_CLOSER_DB:.0f} dB",) if grows else ()
-    return Located(layer=layer, runs=len(found) - 1, cuts=len(cuts), notes=notes)
+    return comparison.Located(layer=layer, runs=len(found) - 1, cuts=len(cuts), notes=notes)
 
 
 def find_least_db(reports: Sequence[OutputReport]) -> float:
