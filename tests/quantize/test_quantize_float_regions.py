@@ -27,7 +27,11 @@ from edgekit.prepare import prepare_model
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions
+from edgekit.quantize.graph.float_regions import (
+    find_float_regions,
+    find_high_precision_regions,
+    find_sized_by_sample,
+)
 from edgekit.quantize.mixed_precision import plan_search
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Searched
@@ -162,6 +166,51 @@ def test_the_parts_of_a_gelu_with_tanh_and_of_an_elu_need_more_than_8_bits(
     assert len(found) == count
     assert "MatMul" not in {node.op_type for node in graph.nodes if node.name in found}
     assert graph.producers["h"].name not in found
+
+
+DEVIATION = "m = ReduceMean<axes=[1]>(x) c = Sub(x, m) q = Mul(c, c) v = ReduceMean<axes=[1]>(q) s = Sqrt(v)"
+SIZED = "a = Abs(x) s = ReduceMean<axes=[1]>(a)"
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        (f"{SIZED} d = Div(x, s) h = MatMul(d, w1) r = Relu(h) f = MatMul(r, w2) y = Mul(f, s)", 4),
+        # What one target's rewrites join: the division is inside the normalization.
+        (
+            f"{DEVIATION} d = LayerNormalization(x, gain) f = MatMul(d, w) g = Mul(s, f) y = Add(m, g)",
+            8,
+        ),
+        ("s = ReduceMax<axes=[1]>(x) i = Reciprocal(s) d = Mul(x, i) f = MatMul(d, w) y = Mul(f, s)", 4),
+        # A layer makes the number, or follows the product.
+        (f"h = MatMul(x, w1) {SIZED.replace('Abs(x)', 'Abs(h)')} f = MatMul(h, w2) y = Mul(f, s)", 0),
+        (f"{SIZED} d = Div(x, s) h = MatMul(d, w) g = Mul(h, s) y = MatMul(g, w3)", 0),
+        # Each place has a number of its own.
+        ("a = Abs(x) h = MatMul(x, w1) f = MatMul(h, w2) y = Mul(f, a)", 0),
+    ],
+)
+def test_what_is_as_large_as_its_sample_needs_more_than_8_bits(body: str, count: int, tmp_path: Path) -> None:
+    shapes = {"w1": (16, 24), "w2": (24, 16), "w": (16, 16), "w3": (16, 16), "gain": (16,)}
+    given = {name: shape for name, shape in shapes.items() if f" {name})" in body}
+    model = make_model(f"g (float[1,16] x) => (float[1,16] y) {{ {body} }}", tmp_path / "m.onnx", given)
+    graph = read_float_graph(model)
+    assert {*find_high_precision_regions(graph)} == {*find_sized_by_sample(graph)}
+    assert len(find_sized_by_sample(graph)) == count
+
+
+@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
+def test_a_series_of_any_size_keeps_its_forecast(target: str, tmp_path: Path) -> None:
+    body = f"{SIZED} d = Div(x, s) h = MatMul(d, w1) r = Relu(h) f = MatMul(r, w2) y = Mul(f, s)"
+    text = f"g (float[1,16] x) => (float[1,16] y) {{ {body} }}"
+    model = make_model(text, tmp_path / "m.onnx", {"w1": (16, 24), "w2": (24, 16)})
+    rng = np.random.default_rng(0)
+    rows = [{"x": (rng.normal(size=(1, 16)) * 10.0 ** rng.uniform(-2, 0)).astype(np.float32)} for _ in range(40)]
+    others = [{"x": row["x"] * np.float32(10)} for row in rows]
+    quantized = quantize(model, tmp_path, target, make_samples(rows))
+    one, two = (CpuSession(each.path, SessionSettings()) for each in (model, quantized.model))
+    for row in rows + others:
+        expected = one.run(row)["y"]
+        assert np.abs(two.run(row)["y"] - expected).max() < 0.2 * np.abs(expected).max()
 
 
 def test_many_normalisations_cost_no_walk_to_the_inputs_each(tmp_path: Path) -> None:

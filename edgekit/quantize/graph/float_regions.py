@@ -3,7 +3,8 @@
 Also finds the tensors between a layer and its activation function, which are quantized as one tensor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -34,6 +35,7 @@ def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
 # Operators that compute a mean or a sum of squares.
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
+_EXTREMES = frozenset({"ReduceL1", "ReduceMax", "ReduceMin"})
 _POLYNOMIAL = frozenset({"Add", "Div", "Mul", "Pow"})
 # Exporters write a normalisation as about ten nodes. This bounds a walk; chosen by hand.
 _MOST_NODES = 24
@@ -111,12 +113,7 @@ def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
 def _find_lists(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
     """Yields each ranking node with all nodes after it, unless a layer with weights follows."""
     ranking = [node for node in graph.nodes if node.op_type in _RANKING]
-    # Computed backwards once for all nodes, since exporters write an Equal wherever a shape is dynamic.
-    leading: set[str] = set()
-    for node in reversed(graph.nodes) if ranking else ():
-        readers = (reader for name in node.output for reader in graph.readers(name))
-        if any(reader.op_type in _LAYERS or reader.name in leading for reader in readers):
-            leading.add(node.name)
+    leading = _reach_layers(graph.nodes[::-1], partial(_readers, graph)) if ranking else ()
     for node in ranking:
         if node.name not in leading:
             yield node, _descendants(graph, node)
@@ -128,8 +125,7 @@ def _is_own_square(node: Node) -> bool:
 
 def _exponent(graph: Graph, node: Node) -> float:
     """Returns the exponent of a Pow; 0 if it is not a single number, or the node is not a Pow."""
-    value = graph.constant(node.input[1]) if node.op_type == "Pow" else None
-    return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else 0.0
+    return (graph.number(node.input[1]) or 0.0) if node.op_type == "Pow" else 0.0
 
 
 def find_high_precision_regions(graph: Graph) -> dict[str, str]:
@@ -138,9 +134,11 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     They are the nodes of normalisations, whose square root and quotient amplify rounding errors of the variance: the
     square, the reduction, the root, and the quotient or product with the normalised tensor. And the parts of a Gelu
     with Tanh, whose cube of x spans three times the decades of x, and those of an Elu with Exp, whose sum of two halves
-    would be rounded three times.
+    would be rounded three times. And what is as large as its sample, if the network divides by the size of a sample and
+    multiplies the result by it (`find_sized_by_sample`).
     """
-    reasons: dict[str, str] = {}
+    sized = find_sized_by_sample(graph).items()
+    reasons = {name: f"it is as large as its sample, by whose size '{product}' multiplies" for name, product in sized}
     for node in graph.nodes:
         if node.op_type == "Tanh":
             for member in _tanh_gelu(graph, node):
@@ -152,6 +150,40 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
             for member in _normalisation(graph, node):
                 reasons.setdefault(member.name, f"it belongs to the normalisation around '{node.name}'")
     return reasons
+
+
+def find_sized_by_sample(graph: Graph) -> dict[str, str]:
+    """Returns the nodes, by name, that compute what is as large as its sample, each with the product that makes it so.
+
+    A forecaster divides a series by its own size, and multiplies the result by it (RevIN, T. Kim et al., ICLR 2022):
+    what layers made, by a number that was reduced from the inputs without layers, and no layer follows. Its errors
+    count relative to that size, in which samples differ by decades. On one grid of 8 bits nothing is left of the
+    smallest, and a new sample may be many times as large as those of a calibration. Such are the nodes before the first
+    layer and those from the product on.
+    """
+    behind = _reach_layers(graph.nodes, partial(_producers, graph))
+    leading = _reach_layers(graph.nodes[::-1], partial(_readers, graph))
+    found = dict[str, str]()
+    for product in (node for node in graph.nodes if node.op_type == "Mul" and node.name in behind - leading):
+        for maker in _producers(graph, product):
+            sizes = graph.static_shape(maker.output[0])
+            made = [maker, *_ancestors(graph, maker)]
+            is_number = sizes is not None and sum(size != 1 for size in sizes) <= 1 and maker.name not in behind
+            if is_number and not _count_layers(made) and any(node.op_type in _REDUCING | _EXTREMES for node in made):
+                given = {name for node in made for name in node.input if name in graph.inputs}
+                front = walk((node for name in given for node in graph.readers(name)), partial(_readers, graph))
+                sized = [node for node in front if node.name not in behind and node.op_type not in _LAYERS]
+                found |= {node.name: product.name for node in (*sized, product, *_descendants(graph, product))}
+    return found
+
+
+def _reach_layers(nodes: Sequence[Node], step: Callable[[Node], Iterable[Node]]) -> set[str]:
+    """Returns the nodes, by name, from which steps lead to a layer; each of `nodes` comes after those it leads to."""
+    reached: set[str] = set()
+    for node in nodes:
+        if any(each.op_type in _LAYERS or each.name in reached for each in step(node)):
+            reached.add(node.name)
+    return reached
 
 
 def _split_elu(graph: Graph, power: Node) -> list[Node]:
@@ -236,10 +268,11 @@ def _ancestors(graph: Graph, node: Node, stop: frozenset[str] = frozenset()) -> 
 
 
 def _descendants(graph: Graph, node: Node) -> list[Node]:
-    def after(current: Node) -> Iterator[Node]:
-        return (reader for name in current.output for reader in graph.readers(name))
+    return [*walk(_readers(graph, node), partial(_readers, graph))]
 
-    return [*walk(after(node), after)]
+
+def _readers(graph: Graph, node: Node) -> Iterator[Node]:
+    return (reader for name in node.output for reader in graph.readers(name))
 
 
 def _producers(graph: Graph, node: Node) -> Iterator[Node]:
