@@ -28,7 +28,7 @@ from edgekit.prepare.fix import FuseOptions
 from edgekit.prepare.interface import LAYOUTS, InterfaceChanges, Layout
 from edgekit.progress import Progress
 from edgekit.quantize.ranges import RANGE_METHODS
-from edgekit.quantize.weight_only.convert import BlockRounding, WeightForm, WeightOnlyOptions
+from edgekit.quantize.weight_only import BlockRounding, WeightForm, WeightOnlyOptions
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, Recipe, load_metric
 from edgekit.report.tables import describe_quantization, format_bytes, format_times, make_table
 from edgekit.target import Target, read_version

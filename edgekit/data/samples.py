@@ -328,7 +328,17 @@ def _open_source(
         refuse_other_input(preprocess, given[0])
         return msgspec.structs.replace(samples, class_names=tuple(file.parent.name for file in files))
     if FUNCTION.fullmatch(source):
-        return _from_function(source)
+        function: Callable[[], Iterable[Mapping[str, Array]]] = load_function(source, "samples")
+
+        def read() -> Iterator[Tensors]:
+            try:
+                for sample in function():
+                    yield {key: np.asarray(value) for key, value in sample.items()}
+            except Exception as error:  # the user's own code may raise anything
+                words = f"'{source}' raises {type(error).__name__}: {quote_error(error)}"
+                raise DataError(words, hint="it must give dicts of arrays by input name") from error
+
+        return Samples(source=source, count=_UNCOUNTED, read=read)
     if not path.exists():
         raise DataError(f"the data '{source}' does not exist", hint=f"check the path; {_FORMS_HINT}")
     raise DataError(f"the data '{source}' is no data that edgekit reads", hint=_FORMS_HINT)
@@ -349,20 +359,6 @@ def refuse_endless(files: Iterable[Path]) -> None:
     if odd is not None:
         kind = "pipe" if odd.is_fifo() else "device"
         raise DataError(f"'{odd}' is a {kind}, not a file", hint="remove it from the folder")
-
-
-def _from_function(source: str) -> Samples:
-    function: Callable[[], Iterable[Mapping[str, Array]]] = load_function(source, "samples")
-
-    def read() -> Iterator[Tensors]:
-        try:
-            for sample in function():
-                yield {key: np.asarray(value) for key, value in sample.items()}
-        except Exception as error:  # so does reading
-            hint = "it must give dicts of arrays by input name"
-            raise DataError(f"'{source}' raises {type(error).__name__}: {quote_error(error)}", hint=hint) from error
-
-    return Samples(source=source, count=_UNCOUNTED, read=read)
 
 
 def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:

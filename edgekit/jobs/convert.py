@@ -35,7 +35,7 @@ from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import calibrate_model, open_float_graph
 from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.qdq import write_qoperator
-from edgekit.quantize.weight_only.convert import SmallWeights, WeightForm, WeightOnlyOptions, compress_weights
+from edgekit.quantize.weight_only import SmallWeights, WeightForm, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
 from edgekit.serialize import fill
 from edgekit.target import Form, Target, load_target, read_version

@@ -32,7 +32,7 @@ from edgekit.prepare.constants import disable_harmful
 from edgekit.prepare.fix import fix_quantized
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan, quantize_model
 from edgekit.quantize.accuracy.loss import GOOD_DB
-from edgekit.quantize.weight_only.convert import convert_to_fp16
+from edgekit.quantize.weight_only import convert_to_fp16
 from edgekit.serialize import fill
 from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import choose_layer_samples

@@ -44,10 +44,10 @@ from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import QuantPlan, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.apply import read_plan, require_origin, require_plan
 from edgekit.quantize.calibration.calibrate import CalibrationReport, calibrate_for
 from edgekit.quantize.calibration.passes import CalibrationOptions
 from edgekit.quantize.calibration.store import CacheSettings
-from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Search, Searched, Trial, write_chosen

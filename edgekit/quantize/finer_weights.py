@@ -35,7 +35,7 @@ from edgekit.graph.constants import MOVES
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import drop_unread, order_nodes, refill
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.moments import InputMoments, open_moments
+from edgekit.quantize.calibration.moments import InputMoments, StoredMoments
 from edgekit.quantize.gptq import round_nearest, weight_scale
 from edgekit.quantize.graph.layers import Layer, expand_channel_factors
 from edgekit.quantize.rounding import Placed, QdqLayer, Rounder, find_places, read_bias, write_layer
@@ -163,7 +163,7 @@ def split_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
     """
     if SPLIT_BITS not in how.bits.values():
         return
-    stored = open_moments(how.statistics)
+    stored = StoredMoments(how.statistics)
     for place in find_places(qdq.graph, how):
         is_split = how.bits.get(place.layer.weight) == SPLIT_BITS and place.is_wide
         moments = how.read_moments(stored, place.layer) if is_split else None

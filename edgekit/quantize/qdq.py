@@ -30,16 +30,16 @@ from edgekit.prepare.external import is_absent
 from edgekit.prepare.interface import name_nodes
 from edgekit.quantize._ort_quantizer import place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, assume_ranges, open_float_graph
-from edgekit.quantize.calibration.moments import StoredMoments, open_moments
-from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph
-from edgekit.quantize.equalization.pairs import SUFFIX, find_channel_source
+from edgekit.quantize.calibration.moments import StoredMoments
+from edgekit.quantize.channel_pairs import SUFFIX, find_channel_source
+from edgekit.quantize.equalize import equalize_calibration, equalize_graph
 from edgekit.quantize.finer_weights import multiply_gains, split_weights
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.ranges import TensorRange
 from edgekit.quantize.rounding import Rounder, recall_rounded, round_qdq_weights
-from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
+from edgekit.quantize.weight_blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 from edgekit.target import Precision, Target
 
 # The provider leaves a MatMulNBits of another rank to the CPU (targets/qnn/rules.toml).
@@ -70,7 +70,7 @@ def store_blocks(qdq: onnx.ModelProto, how: Rounder, block: int) -> None:
     found = [(node, layer) for node, layer in found if len(graph.value(layer.source).shape or ()) == _RANK]
     if not found:
         return
-    stored = open_moments(how.statistics)
+    stored = StoredMoments(how.statistics)
     for node, layer in found:
         weight = graph.weight(layer.weight)
         learns = how.rounding not in _WITHOUT_MOMENTS

@@ -129,11 +129,6 @@ _SATURATION: dict[Nonlinearity | None, tuple[float, float]] = {
 }
 
 
-def saturation_of(reader: Nonlinearity | None) -> tuple[float, float]:
-    """Returns the interval outside which a nonlinearity is saturated; infinite ends for None and unknown ones."""
-    return _SATURATION.get(reader, (-math.inf, math.inf))
-
-
 def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
     """Returns the tensors that only an elementwise function reads, such as x * sigmoid(x), with that function."""
     readers: dict[str, Nonlinearity] = {}
@@ -167,23 +162,19 @@ def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Non
             steps.append(node)
             readers = graph.readers(node.output[0])
             node = readers[0] if len(readers) == 1 else product
-        if steps and set(product.input) == {name, steps[-1].output[0]}:
-            if [step.op_type for step in steps] == ["Sigmoid"]:
-                yield _silu
-            elif _is_hard_sigmoid(graph, steps):
+        ops = [step.op_type for step in steps]
+        if not steps or set(product.input) != {name, steps[-1].output[0]}:
+            continue
+        if ops == ["Sigmoid"]:
+            yield _silu
+        elif ops == ["HardSigmoid"]:
+            if math.isclose(steps[0].number("alpha", 0.2), 1 / 6, abs_tol=_CLOSE):
                 yield _hard_swish
-
-
-def _is_hard_sigmoid(graph: Graph, steps: list[Node]) -> bool:
-    """Returns True for Clip(x + 3, 0, 6), scaled or not, and for HardSigmoid with a slope of one sixth."""
-    ops = [step.op_type for step in steps]
-    if ops == ["HardSigmoid"]:
-        alpha = float(steps[0].attributes.get("alpha", 0.2))
-        return math.isclose(alpha, 1 / 6, abs_tol=_CLOSE)
-    if ops[:2] != ["Add", "Clip"] or not set(ops[2:]) <= {"Mul", "Div"}:
-        return False
-    constants = [graph.constant(name) for step in steps[:2] for name in step.input]
-    return [value.item() for value in constants if value is not None and value.size == 1] == [3.0, 0.0, 6.0]
+        # Clip(x + 3, 0, 6), scaled or not.
+        elif ops[:2] == ["Add", "Clip"] and set(ops[2:]) <= {"Mul", "Div"}:
+            constants = [graph.constant(other) for step in steps[:2] for other in step.input]
+            if [value.item() for value in constants if value is not None and value.size == 1] == [3.0, 0.0, 6.0]:
+                yield _hard_swish
 
 
 LEVELS = 255
@@ -232,12 +223,13 @@ def percentile_range(
     tail = (100 - percent) / 200
     low = histogram.centers[int(np.searchsorted(cumulative, tail))]
     high = histogram.centers[int(np.searchsorted(cumulative, 1 - tail))]
-    exact = _clip_saturated(exact, reader)
+    exact = clip_saturated(exact, reader)
     return TensorRange(low=max(exact.low, float(low)), high=min(exact.high, float(high)))
 
 
-def _clip_saturated(exact: TensorRange, reader: Nonlinearity | None) -> TensorRange:
-    least, most = saturation_of(reader)
+def clip_saturated(exact: TensorRange, reader: Nonlinearity | None) -> TensorRange:
+    """Returns a range within the ends outside which the nonlinearity that reads it, if any, is saturated."""
+    least, most = _SATURATION.get(reader, (-math.inf, math.inf))
     return TensorRange(low=min(max(exact.low, least), most), high=max(min(exact.high, most), least))
 
 
@@ -247,7 +239,7 @@ def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | N
     50 factors are tried for both ends together, then for each end by itself (a search as in OMSE, Y. Choukroun et al.,
     arXiv:1902.06822, for two ends).
     """
-    exact, measure = _clip_saturated(exact, reader), quantization_errors(histogram, reader)
+    exact, measure = clip_saturated(exact, reader), quantization_errors(histogram, reader)
 
     def choose(tried: Sequence[tuple[float, float]]) -> tuple[float, float]:
         errors = measure(tried)

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,13 +23,7 @@ from edgekit.machine import map_in_order, single_blas_thread
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import gptq
 from edgekit.quantize.calibration.held_out import read_fitted
-from edgekit.quantize.calibration.moments import (
-    InputMoments,
-    StoredMoments,
-    block_sizes,
-    open_moments,
-    patches_per_sample,
-)
+from edgekit.quantize.calibration.moments import InputMoments, StoredMoments, block_sizes, patches_per_sample
 from edgekit.quantize.calibration.store import StoredArrays, save_arrays
 from edgekit.quantize.graph.layers import LAYER_OPS, Layer, expand_channel_factors, locate_patches, read_layers
 from edgekit.quantize.graph.sessions import open_graph
@@ -391,7 +384,7 @@ def round_qdq_weights(qdq: onnx.ModelProto, how: Rounder) -> None:
     if how.rounding == "qronos":
         round_in_order(qdq, how, places)
         return
-    stored = open_moments(how.statistics)
+    stored = StoredMoments(how.statistics)
     with single_blas_thread():
         for place, corrected in map_in_order(lambda place: _correct_layer(how, place, stored), places):
             if corrected is not None:
@@ -433,9 +426,27 @@ def _correct_layer(how: Rounder, place: QdqLayer, stored: StoredMoments) -> dict
 def _round_with_moments(
     matrix: Array, moments: InputMoments, place: QdqLayer, floor: Array, rounding: gptq.Rounding
 ) -> gptq.Rounded:
-    layer = place.layer
-    parts, widest = [*moments.split(_MOMENT_BYTES)], float(moments.spread.max())
-    prepare = partial(_prepare_moment, is_centred=layer.bias is not None, widest=widest)
+    layer, parts, most = place.layer, [*moments.split(_MOMENT_BYTES)], _INACTIVE * float(moments.spread.max())
+
+    def prepare(own: InputMoments) -> tuple[Array, Array]:
+        """Returns a second moment that can be inverted, and which inputs are inactive, bool [groups, inputs].
+
+        These were zero in every sample at the resolution of 8 bits. The samples say nothing about such an input when it
+        is nonzero, so its weights must stay those of the float model.
+        """
+        # The bias corrects the mean error, so only deviations from the mean matter.
+        blocks, spread = own.second_moment(centred=layer.bias is not None), own.spread.reshape(-1, own.size)
+        # The mean square counts too: a constant nonzero input acts as a bias, and its effect is known.
+        inactive = (spread <= most) & (np.diagonal(blocks, axis1=1, axis2=2) <= most**2)
+        moment = gptq.add_spread(gptq.shrink_moment(blocks, own.count), spread, own.count)
+        # The product with the mask would copy a matrix of a gigabyte for a wide layer.
+        if inactive.any():
+            # Inactive inputs are correlated with no other, so that they absorb no error of others.
+            active = ~inactive
+            together = active[:, :, None] & active[:, None, :]
+            moment = moment * (together | np.eye(moment.shape[-1], dtype=bool))
+        return moment, inactive
+
     # Prepared once where all inputs are one part, as in most layers.
     known = [prepare(own) for _, own in parts[:1] if len(parts) == 1]
     noise = place.step**2 / 12 if rounding == "refit" else 0.0
@@ -455,24 +466,3 @@ def _round_with_moments(
         for span, own in parts
     ]
     return gptq.Rounded(integers=np.concatenate([each.integers for each in rounded], axis=2), scale=scale)
-
-
-def _prepare_moment(moments: InputMoments, *, is_centred: bool, widest: float) -> tuple[Array, Array]:
-    """Returns a second moment that can be inverted, and which inputs are inactive, bool [groups, inputs].
-
-    These were zero in every sample at the resolution of 8 bits; `widest` is the largest spread of the layer. The
-    samples say nothing about such an input when it is nonzero, so its weights must stay those of the float model.
-    """
-    # The bias corrects the mean error, so only deviations from the mean matter.
-    blocks, spread = moments.second_moment(centred=is_centred), moments.spread.reshape(-1, moments.size)
-    most = _INACTIVE * widest
-    # The mean square counts too: a constant nonzero input acts as a bias, and its effect is known.
-    inactive = (spread <= most) & (np.diagonal(blocks, axis1=1, axis2=2) <= most**2)
-    moment = gptq.add_spread(gptq.shrink_moment(blocks, moments.count), spread, moments.count)
-    # The product with the mask would copy a matrix of a gigabyte for a wide layer.
-    if inactive.any():
-        # Inactive inputs are correlated with no other, so that they absorb no error of others.
-        active = ~inactive
-        together = active[:, :, None] & active[:, None, :]
-        moment = moment * (together | np.eye(moment.shape[-1], dtype=bool))
-    return moment, inactive

@@ -14,7 +14,7 @@ from tiny_models import save_net
 from edgekit.cli.main import run_command
 from edgekit.jobs.convert import ConvertOptions, _refuse_large
 from edgekit.model.model import load_model
-from edgekit.quantize.weight_only.convert import WeightOnlyOptions
+from edgekit.quantize.weight_only import WeightOnlyOptions
 
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 

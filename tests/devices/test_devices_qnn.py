@@ -25,8 +25,8 @@ from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.fix import fix_model, fix_quantized, list_required
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.weight_only.blocks import quantize_blocks
-from edgekit.quantize.weight_only.convert import WeightOnlyOptions, compress_weights
+from edgekit.quantize.weight_blocks import quantize_blocks
+from edgekit.quantize.weight_only import WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Precision, load_target
 

@@ -23,7 +23,7 @@ from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.augment import picked_values
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES, calibrate_for
-from edgekit.quantize.calibration.moments import InputMoments, open_moments
+from edgekit.quantize.calibration.moments import InputMoments, StoredMoments
 from edgekit.quantize.calibration.passes import CalibrationOptions
 from edgekit.quantize.calibration.store import CacheSettings, Checkpoint, read_checkpoint, write_checkpoint
 from edgekit.quantize.graph import sessions
@@ -273,7 +273,7 @@ def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path:
     rows = [{"x": (rng.normal(size=(1, 8, 12, size)) * scale).astype(np.float32)} for _ in range(16)]
     calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
     whole = np.abs(np.stack([row["x"][0] for row in rows]))
-    read = open_moments(tmp_path / "work")
+    read = StoredMoments(tmp_path / "work")
     conv, matmul = present(read("n1_Conv")), present(read("n2_MatMul"))
     # The highest value of each channel, and the highest of the other samples.
     assert np.allclose(conv.high, np.sort(whole.max(axis=(2, 3)), axis=0)[:-3:-1])
@@ -327,7 +327,7 @@ def _write(path: Path, rows: str, opset: int) -> Model:
 def _measure(model: Model, lengths: list[int], work: Path, offset: float = 0, scale: float = 1) -> InputMoments:
     drawn = (np.random.default_rng(seed).normal(offset, scale, (1, length, 6)) for seed, length in enumerate(lengths))
     calibrate_model(model, make_samples([{"x": row.astype(np.float32)} for row in drawn]), work=work)
-    return present(open_moments(work)("layer"))
+    return present(StoredMoments(work)("layer"))
 
 
 @pytest.mark.parametrize("opset", [13, 17])

@@ -17,14 +17,14 @@ from edgekit.jobs.target_bundle import Strategy, change_plan
 from edgekit.model.model import Model, save_proto
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.equalization.equalize import (
+from edgekit.quantize.channel_pairs import find_equalization_pairs
+from edgekit.quantize.equalize import (
     balance_channels,
     choose_factors,
     equalize_calibration,
     equalize_graph,
     measure_pairs,
 )
-from edgekit.quantize.equalization.pairs import find_equalization_pairs
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.ranges import TensorRange

@@ -35,8 +35,8 @@ from edgekit.quantize.graph.float_regions import (
 from edgekit.quantize.mixed_precision import plan_search
 from edgekit.quantize.mixed_precision.goal_search import find_plan
 from edgekit.quantize.mixed_precision.plan_search import Searched
-from edgekit.quantize.weight_only.blocks import quantize_blocks
-from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyOptions, compress_weights
+from edgekit.quantize.weight_blocks import quantize_blocks
+from edgekit.quantize.weight_only import WeightForm, WeightOnlyOptions, compress_weights
 from edgekit.target import Precision, Target, load_target
 
 FRONT = """g (float[1,64] x) => (float[1,4] y)

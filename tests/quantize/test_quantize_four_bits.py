@@ -27,8 +27,8 @@ from edgekit.model.tensors import Array
 from edgekit.progress import Budget
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import Prediction
+from edgekit.quantize.apply import require_plan
 from edgekit.quantize.calibration.held_out import read_fitted, read_held_out
-from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
     Rounding,

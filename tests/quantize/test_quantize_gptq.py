@@ -17,7 +17,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.graph.graph import view_model
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_quantizer import channel_scales
-from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
+from edgekit.quantize.calibration.moments import InputMoments, StoredMoments, save_moments
 from edgekit.quantize.gptq import (
     FOUR_LIMIT,
     LIMIT,
@@ -342,7 +342,7 @@ def test_weights_that_are_no_symmetric_int8_stay(tmp_path: Path, spoil: Callable
 
 def test_threads_read_moments_side_by_side(tmp_path: Path) -> None:
     moment = make_moment(tmp_path, "n")
-    stored = open_moments(tmp_path)
+    stored = StoredMoments(tmp_path)
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(stored, ["n"] * 40):
             assert present(found).count == 50

@@ -16,7 +16,7 @@ from edgekit.model.model import Model, read_proto
 from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize.calibration.augment import augment_graph
 from edgekit.quantize.calibration.calibrate import open_float_graph
-from edgekit.quantize.equalization.equalize import equalize_graph
+from edgekit.quantize.equalize import equalize_graph
 from edgekit.quantize.graph.float_graph import read_float_graph, store_float_graph
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.qdq import place_plan

@@ -30,7 +30,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_channel, widen_constants
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import Prediction
-from edgekit.quantize.check_plan import require_plan
+from edgekit.quantize.apply import require_plan
 from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.float_graph import range_source, read_float_graph
 from edgekit.quantize.mixed_precision.candidates import (

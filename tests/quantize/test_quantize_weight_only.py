@@ -18,8 +18,8 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import prepare_model
 from edgekit.quantize.calibration.moments import InputMoments
 from edgekit.quantize.qdq import write_qoperator
-from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights, quantize_blocks, round_blocks
-from edgekit.quantize.weight_only.convert import (
+from edgekit.quantize.weight_blocks import BlockForm, pack_weights, quantize_blocks, round_blocks
+from edgekit.quantize.weight_only import (
     BlockRounding,
     WeightForm,
     WeightOnlyOptions,

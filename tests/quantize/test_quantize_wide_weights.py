@@ -26,9 +26,9 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, OutputKind, StatedOutput
 from edgekit.prepare import prepare_model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.apply import require_plan
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.calibration.moments import InputMoments
-from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.finer_weights import bound_outputs
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers

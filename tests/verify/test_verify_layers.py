@@ -23,8 +23,8 @@ from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.tensors import Array, Reading
-from edgekit.quantize.equalization.pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
-from edgekit.quantize.weight_only.convert import convert_to_fp16
+from edgekit.quantize.channel_pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
+from edgekit.quantize.weight_only import convert_to_fp16
 from edgekit.report.text import list_comparison_remarks
 from edgekit.target import TaskLimit, load_target
 from edgekit.tune.race import judge_outputs

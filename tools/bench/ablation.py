@@ -4,7 +4,7 @@
 
 NETWORK is one of `held_out_models.py` (`unet`, or `unet:31` with other weights), or a model of ../shared/zoo with
 labels. A replacement is a constant, such as `mixed_precision.relief._RANKED=(160,)`, or what a function returns, such
-as `equalization.equalize.choose_factors()={}`; MODULE is below edgekit.quantize. Each network is planned with and
+as `equalize.choose_factors()={}`; MODULE is below edgekit.quantize. Each network is planned with and
 without all replacements, and two lines say: digest and bytes of the file, the ratio of its outputs to those of the
 float model, the score of the task if there are labels, the drop that is told, and the CPU seconds of planning.
 """

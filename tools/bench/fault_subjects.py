@@ -17,7 +17,7 @@ from edgekit.model.model import Model, iterate_graphs, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.prepare import fix_model, prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.weight_only.convert import convert_to_fp16
+from edgekit.quantize.weight_only import convert_to_fp16
 from edgekit.target import Target, load_target
 
 _DRAWN = {"ppocr_cls_mbv3": (1, 3, 48, 192), "mnist8_cntk": (1, 1, 28, 28)}

@@ -62,7 +62,7 @@ TESTS = {
     "quantize/mixed_precision/relief.py": "relief compared_tensors choose default_mode",
     "quantize/mixed_precision/placement.py": "placement",
     "quantize/ranges.py": "ranges qdq families",
-    "quantize/equalization/equalize.py": "equalize outside",
+    "quantize/equalize.py": "equalize outside",
     "quantize/gptq.py": "gptq four_bits weight_only",
     "quantize/rounding.py": "gptq four_bits outside",
     "quantize/graph/compared_tensors.py": "readouts compared_tensors",

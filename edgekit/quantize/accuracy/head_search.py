@@ -254,26 +254,21 @@ def _split_table(table: heads.Columns, outputs: Tensors) -> Iterator[tuple[heads
     for width in _BOX_WIDTHS:
         if width + 1 > count:
             continue
-        end = width + _count_scores(part(width, count), outputs)
+        # If the first column after boxes is a probability, scores end before the first column that is none. Else the
+        # last ones may be mask coefficients, as many as another output has prototype masks.
+        values = part(width, count).view(outputs)
+        shares = (values.min(axis=0) >= -_TOLERANCE) & (values.max(axis=0) <= 1 + _TOLERANCE)
+        if shares[0] and not shares.all():
+            end = width + int(shares.argmin())
+        else:
+            end = count - next(
+                (masks for masks in range(count - width - 1, 1, -1) if _find_prototypes(outputs, masks)), 0
+            )
         yield part(0, width), (part(width, end),)
         yield part(count - width, count), (part(0, count - width),)
         if width + 2 <= end:
             yield part(0, width), (part(width, width + 1), part(width + 1, end))
             yield part(1, width + 1), (part(0, 1), part(width + 1, end))
-
-
-def _count_scores(rest: heads.Columns, outputs: Tensors) -> int:
-    """Returns how many of the columns after boxes may be scores; the rest are mask coefficients, keypoints or angles.
-
-    If the first is a probability, scores end before the first column that is none. There are as many mask coefficients
-    as another output has prototype masks.
-    """
-    values = rest.view(outputs)
-    shares = (values.min(axis=0) >= -_TOLERANCE) & (values.max(axis=0) <= 1 + _TOLERANCE)
-    if shares[0] and not shares.all():
-        return int(shares.argmin())
-    counts = (count for count in range(rest.count - 1, 1, -1) if _find_prototypes(outputs, count))
-    return rest.count - next(counts, 0)
 
 
 def _read_scores(

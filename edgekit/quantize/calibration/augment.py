@@ -1,7 +1,7 @@
 """Adds nodes that measure activations to the float graph, so ONNX Runtime returns a few numbers per tensor."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 
 import msgspec
@@ -91,12 +91,21 @@ def augment_graph(
     Also outputs are `picked` values of each activation, at fixed positions, and, with `patch_samples`, patches of the
     input of each layer with weights: as many as one of so many samples should contribute.
     """
-    aliases, unsized, layers = float_graph.folded_activations(graph), _find_unsized(graph), read_layers(graph)
+    aliases, layers, after = float_graph.folded_activations(graph), read_layers(graph), set[str]()
+    # Tensors of unknown size after an operator with data-dependent size may be empty.
+    for node in graph.nodes:
+        if node.op_type in _SHAPED_BY_DATA or not after.isdisjoint(node.input):
+            after.update(node.output)
+    unsized = {name for name in after if graph.static_shape(name) is None}
     unsure = {*aliases, *unsized, *find_infinite_tensors(graph), *find_missing(graph)}
     names = [name for name in float_graph.float_activations(graph) if name not in unsure and 0 not in graph.dims(name)]
     bounds = {name: float_graph.known_bounds(graph, graph.producers[name]) for name in names if name in graph.producers}
     factors = dict(_find_factors(graph))
-    extremes = _list_extremes(graph, names, layers, factors.values())
+    # The channel axes of each tensor that its layers and factors use.
+    axes = dict[str, dict[int | None, None]]()
+    for name, axis in (*((layer.source, layer.channel_axis(graph)) for layer in layers), *factors.values()):
+        axes.setdefault(name, {})[axis] = None
+    extremes = [(name, axis) for name in names for axis in axes.get(name, (None,))]
     lows, highs = ([each for each in extremes if bounds.get(each[0], (None, None))[end] is None] for end in (0, 1))
     sums = tuple(name for name in names if name in graph.producers and _may_make_nan(graph, graph.producers[name]))
     measured = {name for name, _ in lows if graph.dims(name)}
@@ -158,26 +167,6 @@ def _find_factors(graph: Graph) -> Iterator[tuple[str, TensorAxis]]:
                 axes = [axis for axis, size in enumerate(numbers.shape, len(shape) - numbers.ndim) if size > 1]
                 if len(axes) == 1 and axes[0] >= 0 and shape[axes[0]] == numbers.size:
                     yield factor, (name, axes[0])
-
-
-def _list_extremes(
-    graph: Graph, names: Sequence[str], layers: Sequence[Layer], factors: Iterable[TensorAxis]
-) -> list[TensorAxis]:
-    """Returns each tensor with the channel axes that its layers and factors use."""
-    axes: dict[str, list[int | None]] = {}
-    for name, axis in (*((layer.source, layer.channel_axis(graph)) for layer in layers), *factors):
-        if axis not in axes.setdefault(name, []):
-            axes[name].append(axis)
-    return [(name, axis) for name in names for axis in axes.get(name, [None])]
-
-
-def _find_unsized(graph: Graph) -> frozenset[str]:
-    """Returns the tensors of unknown size after an operator with data-dependent size: they may be empty."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        if node.op_type in _SHAPED_BY_DATA or not found.isdisjoint(node.input):
-            found.update(node.output)
-    return frozenset(name for name in found if graph.static_shape(name) is None)
 
 
 def _count_entries(graph: Graph, name: str, axis: int | None) -> int:

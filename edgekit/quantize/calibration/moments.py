@@ -6,7 +6,7 @@ bias corrects the mean error, the covariance E[xx'] - E[x]E[x]' takes the place 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -195,10 +195,16 @@ def save_moments(statistics: Path, moments: Iterable[tuple[Sequence[str], InputM
 
 
 class StoredMoments:
-    """The moments in a file, read for one node at a time; threads may read side by side."""
+    """The moments in a calibration's folder, read for one node at a time; threads may read side by side."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays, self._counts = arrays, arrays["counts"]
+    def __init__(self, statistics: Path) -> None:
+        """Reads which nodes have moments.
+
+        Raises:
+            UsageError: they are gone.
+        """
+        self._arrays = arrays = StoredArrays(statistics / MOMENTS)
+        self._counts = arrays["counts"]
         self._indices: dict[str, int] = dict(zip(arrays["nodes"].tolist(), arrays["places"].tolist(), strict=True))
 
     def __call__(self, node: str) -> InputMoments | None:
@@ -216,15 +222,6 @@ class StoredMoments:
 
     def _read(self, node: str, fields: Sequence[str]) -> dict[str, Array]:
         return {field: self._arrays[f"{self._indices[node]}.{field}"] for field in fields}
-
-
-def open_moments(statistics: Path) -> StoredMoments:
-    """Returns the moments in a calibration's folder of statistics.
-
-    Raises:
-        UsageError: they are gone.
-    """
-    return StoredMoments(StoredArrays(statistics / MOMENTS))
 
 
 def _divide(inputs: int, limit: int) -> int:

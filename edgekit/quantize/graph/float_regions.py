@@ -1,7 +1,4 @@
-"""Finds the parts of a graph that 8 bits cannot represent, from the graph alone.
-
-Also finds the tensors between a layer and its activation function, which are quantized as one tensor.
-"""
+"""Finds the parts of a graph that 8 bits cannot represent, from the graph alone."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -10,26 +7,6 @@ import numpy as np
 
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import walk
-from edgekit.quantize.graph.float_graph import range_source
-
-# Activation functions that ONNX Runtime's providers fuse into the layer before, and similar ones.
-_ACTIVATIONS = frozenset({"Clip", "HardSwish", "LeakyRelu", "PRelu", "Relu"})
-
-
-def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
-    """Returns the tensors inside the activation function that makes a tensor, back to a layer or another operator.
-
-    For y = Relu(x) that is x, and further back if an activation function makes x too. If x has 8 bits, 16 bits for y
-    itself gain nothing.
-    """
-    found: dict[str, None] = {}
-    maker = graph.producers.get(name)
-    while maker is not None and maker.op_type in _ACTIVATIONS:
-        source = range_source(graph, maker.input[0])
-        found |= dict.fromkeys(before for before in (maker.input[0], source) if before in graph.producers)
-        maker = graph.producers.get(source)
-    return tuple(found)
-
 
 # Operators with weights: the layers of a network begin with the first of them.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})

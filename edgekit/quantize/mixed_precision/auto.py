@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from edgekit.model.model import Model
+from edgekit.quantize import equalize
 from edgekit.quantize.accuracy.loss import GOOD_DB
 from edgekit.quantize.calibration.calibrate import Calibration, add_image_headroom, open_float_graph
-from edgekit.quantize.equalization import equalize
-from edgekit.quantize.equalization.pairs import SUFFIX
+from edgekit.quantize.channel_pairs import SUFFIX
 from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision import candidates, relief

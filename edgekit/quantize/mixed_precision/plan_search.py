@@ -1,7 +1,7 @@
 """The search for a plan: from cheap plans to expensive ones, until the estimated drop meets the goal."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -310,24 +310,16 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan) -> list[Trial]:
         pays = goal.is_given or relief.rise_db(1 - left[count]) >= relief.LEAST_GAIN_DB
         if count in attempts.trials or (pays and attempts.run(count, may_meet=False)):
             break
-    _try_fewer(goal, attempts, left)
-    _try_most(search, goal, attempts)
-    return attempts.in_order
-
-
-def _try_fewer(goal: Goal, attempts: "_Attempts", left: Mapping[int, float]) -> None:
-    """Tries numbers of tensors between the chosen trial and the next smaller one.
-
-    `left` holds, for each number, the share of the noise that is left.
-    """
     while True:
         chosen = attempts.choose()
         below = max((count for count in attempts.trials if count < chosen), default=chosen)
         enough = max(goal.max_drop, find_tolerated_loss(attempts.in_order, goal.most_changed))
         fewer = [count for count in left if below < count < chosen]
-        fewer = [count for count in fewer if goal.least_loss(attempts.trials[0].prediction, 1 - left[count]) <= enough]
+        fewer = [count for count in fewer if goal.least_loss(unrelieved.prediction, 1 - left[count]) <= enough]
         if not fewer or attempts.run(fewer[len(fewer) // 2]) is None:
-            return
+            break
+    _try_most(search, goal, attempts)
+    return attempts.in_order
 
 
 def _try_most(search: Search, goal: Goal, attempts: "_Attempts") -> None:
@@ -376,7 +368,7 @@ class _Attempts:
         """
         step, began = f"relieve {count}" if count else "all", time.monotonic()
         done, trial = len(self._seconds), self._search.known.get(step)
-        # `_try_fewer` may add some.
+        # Fewer tensors are tried after the most, which may add some.
         most = max(self._most, done + 1)
         left = f", at most {sum(self._seconds) / done * (most - done):.0f} s left" if done else ""
         left = left if trial is None else ", known"

@@ -20,18 +20,10 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.effort import RANKED_SHARE
 from edgekit.quantize.graph.float_graph import float_activations, folded_activations, range_source
-from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.mixed_precision import candidates
 from edgekit.quantize.mixed_precision.sensitivity import Bound, measure_float16, rank_activations
 from edgekit.quantize.objective import set_range
-from edgekit.quantize.plan import (
-    FloatNode,
-    QuantPlan,
-    add_headroom,
-    is_relievable,
-    quantizes_any,
-    read_constant_range,
-)
+from edgekit.quantize.plan import FloatNode, QuantPlan, add_headroom, is_relievable, quantizes_any, read_constant_range
 from edgekit.quantize.qdq import build_qdq
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Target
@@ -47,6 +39,8 @@ _RANKED = (_FEW_RELIEVED, _MANY_RELIEVED, 160)
 _STEPS, _STEPS_16, _MOST_VALUES = 255, 65535, "percentile-99.9"
 _TINY = 1e-30
 _WITH_CONSTANTS = frozenset({"Add", "Sub", "Mul", "Div", "Pad"})
+# Activation functions that ONNX Runtime's providers fuse into the layer before, and similar ones.
+_ACTIVATIONS = frozenset({"Clip", "HardSwish", "LeakyRelu", "PRelu", "Relu"})
 
 
 LEAST_GAIN_DB = 1.0
@@ -178,7 +172,14 @@ def relieve_tensors(
     bits as well: otherwise a Squeeze would round them to 8. If a tensor stays float, so do its producer and its
     readers, so that no Q or DQ touches it.
     """
-    every = dict.fromkeys(each for name in names for each in (name, *find_before_activation(graph, name)))
+    every = dict[str, None]()
+    for name in names:
+        every[name], maker = None, graph.producers.get(name)
+        # For y = Relu(x) that is x, and further back if an activation function makes x too.
+        while maker is not None and maker.op_type in _ACTIVATIONS:
+            source = range_source(graph, maker.input[0])
+            every |= dict.fromkeys(before for before in (maker.input[0], source) if before in graph.producers)
+            maker = graph.producers.get(source)
     if widens:
         roomy = add_headroom(graph, calibration.ranges["minmax"])
         seen = {name: its for name, its in roomy.items() if range_source(graph, name) in every}

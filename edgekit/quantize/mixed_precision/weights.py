@@ -4,7 +4,7 @@ In plans with 4-bit weights those that lose most for their size keep 8 bits, as 
 that cause much of the noise are tried in 16 bits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import onnx
@@ -63,35 +63,29 @@ def keep_eight(
     placed = candidates.place_draft(draft)
     # Rounding layer by layer (qronos) is too slow to repeat: the search for the weights with 8 bits uses gptq instead.
     quick = draft.choose(draft.plan.method, "gptq") if draft.plan.rounding == "qronos" else draft
-    tried = list(_try_kept(quick, placed, lead, enough))
+    bits, aim, tried = quick.plan.bits, enough, list[tuple[QuantPlan, Candidate]]()
+    least = _judge(quick, placed, msgspec.structs.replace(quick.plan, bits={}))
+    reached = _judge(quick, placed, quick.plan)
+    errors = scale_errors(rank_weights(quick, placed), 10 ** (-reached / 10) - 10 ** (-least / 10))
+    # More and more weights keep 8 bits, until a plan is good enough or more cannot help.
+    for _ in range(_ROUNDS):
+        kept = choose_kept(errors, 10 ** (-min(aim, least - 0.5) / 10), 10 ** (-least / 10))
+        before, bits = bits, {name: count for name, count in quick.plan.bits.items() if name not in kept}
+        if bits == before:
+            break
+        plan = msgspec.structs.replace(quick.plan, bits=bits)
+        ratio = _judge(quick, placed, plan)
+        share = sum(error.size for error in errors if error.name in kept) / sum(error.size for error in errors)
+        tried.append((plan, _describe(lead, plan, ratio, share)))
+        if ratio >= min(enough, least - 1):
+            break
+        aim += max(enough - ratio, _MARGIN_DB)
     if tried and quick is not draft:
         plan, found = max(tried, key=lambda trial: trial[1].sqnr_db)
         plan = msgspec.structs.replace(plan, rounding=draft.plan.rounding)
         tried.append((plan, _describe(lead, plan, _judge(draft, placed, plan), found.eight_bit_share)))
     plan, _ = max(((draft.plan, lead), *tried), key=lambda trial: trial[1].sqnr_db)
     return plan, tuple(candidate for _, candidate in tried)
-
-
-def _try_kept(
-    draft: Draft, placed: onnx.ModelProto, lead: Candidate, enough: float
-) -> Iterator[tuple[QuantPlan, Candidate]]:
-    """Yields plans with more and more weights of 8 bits, until one is good enough or more cannot help."""
-    least = _judge(draft, placed, msgspec.structs.replace(draft.plan, bits={}))
-    reached = _judge(draft, placed, draft.plan)
-    errors = scale_errors(rank_weights(draft, placed), 10 ** (-reached / 10) - 10 ** (-least / 10))
-    aim, before = enough, draft.plan.bits
-    for _ in range(_ROUNDS):
-        kept = choose_kept(errors, 10 ** (-min(aim, least - 0.5) / 10), 10 ** (-least / 10))
-        bits = {name: count for name, count in draft.plan.bits.items() if name not in kept}
-        if bits == before:
-            return
-        plan, before = msgspec.structs.replace(draft.plan, bits=bits), bits
-        ratio = _judge(draft, placed, plan)
-        share = sum(error.size for error in errors if error.name in kept) / sum(error.size for error in errors)
-        yield plan, _describe(lead, plan, ratio, share)
-        if ratio >= min(enough, least - 1):
-            return
-        aim += max(enough - ratio, _MARGIN_DB)
 
 
 def _describe(lead: Candidate, plan: QuantPlan, ratio: float, share: float) -> Candidate:

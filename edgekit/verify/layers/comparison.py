@@ -22,7 +22,7 @@ from edgekit.graph.constants import read_dequantized
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
+from edgekit.quantize.channel_pairs import read_scaling, scale_channels
 from edgekit.serialize import fill
 from edgekit.verify.layers import grids, matching
 from edgekit.verify.layers.matching import DEQUANTIZE

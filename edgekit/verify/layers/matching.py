@@ -18,7 +18,7 @@ from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, order_nodes, read_with_weights_on_disk, refill
 from edgekit.model.soundness import iterate_reads
 from edgekit.model.tensors import DTYPES, Array, Tensors, shape_matches
-from edgekit.quantize.equalization.pairs import SUFFIX
+from edgekit.quantize.channel_pairs import SUFFIX
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})

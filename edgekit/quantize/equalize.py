@@ -22,8 +22,8 @@ from edgekit.model.external import move_weight
 from edgekit.model.model import drop_unread, rename_tensors
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.calibration.moments import open_moments
-from edgekit.quantize.equalization.pairs import (
+from edgekit.quantize.calibration.moments import StoredMoments
+from edgekit.quantize.channel_pairs import (
     NOTE,
     SUFFIX,
     EqualizationPair,
@@ -159,7 +159,7 @@ def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange
     Raises:
         UsageError: the calibration's statistics are gone.
     """
-    stored, found = open_moments(statistics), list[tuple[EqualizationPair, Mapping[str, ChannelRange]]]()
+    stored, found = StoredMoments(statistics), list[tuple[EqualizationPair, Mapping[str, ChannelRange]]]()
     for pair in find_equalization_pairs(graph):
         ends = stored.extremes(pair.consumers[0].node)
         if ends is not None and ends[1].shape[1] == pair.channels:

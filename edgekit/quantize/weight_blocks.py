@@ -25,7 +25,7 @@ from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites.products import split_gemm
 from edgekit.quantize import gptq
 from edgekit.quantize.calibration.calibrate import calibrate_model
-from edgekit.quantize.calibration.moments import InputMoments, open_moments
+from edgekit.quantize.calibration.moments import InputMoments, StoredMoments
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import EXACT
@@ -261,7 +261,7 @@ def learn_blocks(model: Model, samples: Samples, work: Path, form: BlockForm) ->
     graph = read_float_graph(model)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op in {"Gemm", "MatMul"}}
     calibrate_model(model, samples, work=work, methods=EXACT)
-    stored = open_moments(work)
+    stored = StoredMoments(work)
 
     def learn(node: str, is_table: bool) -> Blocks | None:  # noqa: FBT001 - a callback
         layer, moments = layers.get(node), stored(node)

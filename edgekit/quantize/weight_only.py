@@ -18,9 +18,9 @@ from edgekit.model.tensors import MAX_HALF
 from edgekit.prepare.interface import name_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites.float16 import store_float_weights
+from edgekit.quantize._ort_float16 import convert_floats
 from edgekit.quantize._ort_quantizer import quantize_dynamically
-from edgekit.quantize.weight_only._ort_float16 import convert_floats
-from edgekit.quantize.weight_only.blocks import BlockForm, learn_blocks, pack_weights
+from edgekit.quantize.weight_blocks import BlockForm, learn_blocks, pack_weights
 
 # float16 rounds numbers below 3e-8 to zero. The converter raises constants to the same.
 _LEAST_EPSILON = 1e-7

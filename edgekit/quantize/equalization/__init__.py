@@ -1,1 +1,0 @@
-"""Cross-layer equalization: channels of unequal size are scaled between layers."""
