@@ -14,16 +14,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError, reraised
-from edgekit.model import soundness
-from edgekit.model.external import (
-    LISTS_OF_TREES,
-    count_bytes,
-    list_files,
-    load_external,
-    point_into,
-    read_place,
-    skim_model,
-)
+from edgekit.model import external, soundness
 from edgekit.model.tensors import TensorSpec, name_dim
 from edgekit.target import read_version
 
@@ -141,8 +132,8 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     if not proto.graph.node:
         words = f"no node of '{path.name}' computes anything from its inputs"
         raise ModelError(words, hint="export the network that you want to run")
-    external = _find_external(path, proto)
-    for place in filter(None, map(read_place, iterate_tensors(proto.graph))):
+    files = _find_external(path, proto)
+    for place in filter(None, map(external.read_place, iterate_tensors(proto.graph))):
         end, has = place.offset + place.length, (path.parent / place.file).stat().st_size
         if end > has:
             words = f"'{path}' needs {end} bytes of external data '{place.file}', which has {has}: it is cut off"
@@ -159,14 +150,14 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     return Model(
         path=path,
         name=path.name.removesuffix(".onnx"),
-        sha256=_digest(path, external),
-        size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / name for name in external))),
+        sha256=_digest(path, files),
+        size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / name for name in files))),
         ir_version=proto.ir_version,
         opsets=opsets,
         inputs=read_inputs(proto.graph),
         outputs=tuple(read_spec(value) for value in proto.graph.output),
         node_count=len(proto.graph.node),
-        external_files=external,
+        external_files=files,
         custom_ops=tuple(library.absolute() for library in libraries),
     )
 
@@ -177,8 +168,8 @@ def list_model_files(model: Path) -> dict[str, Path]:
     Raises:
         ModelError: the file is no model, or names a file that is missing or outside its folder.
     """
-    external = list_external(model) if model.suffix == ".onnx" else ()
-    return {name: model.parent / name for name in (model.name, *external)}
+    files = list_external(model) if model.suffix == ".onnx" else ()
+    return {name: model.parent / name for name in (model.name, *files)}
 
 
 def list_external(path: Path) -> tuple[str, ...]:
@@ -201,15 +192,15 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
             proto = onnx.load(str(model.path), load_external_data=weights)
         else:
             # Weight by weight: parsing the file at once would hold all weights twice.
-            proto = point_into(model.path)
+            proto = external.point_into(model.path)
             for graph in iterate_graphs(proto.graph):
-                load_external(graph, model.path.parent)
+                external.load_external(graph, model.path.parent)
     except (onnx.checker.ValidationError, DecodeError, OSError, ValueError) as error:
         words = f"cannot read the weights of '{model.path}': {str(error)[-300:]}"
         raise ModelError(words, hint="copy the file to a place of its own") from error
     for tensor in proto.graph.initializer:
         if tensor.HasField("raw_data") and tensor.data_location != onnx.TensorProto.EXTERNAL:
-            has, wanted = len(tensor.raw_data), count_bytes(tensor)
+            has, wanted = len(tensor.raw_data), external.count_bytes(tensor)
             if wanted not in {None, has}:
                 words = f"initializer '{tensor.name}' has {has} bytes, its type and shape want {wanted}"
                 raise ModelError(f"'{model.path}' is damaged: {words}", hint="export it again")
@@ -338,7 +329,7 @@ def copy_without_weights(proto: onnx.ModelProto, *, lists: bool = True) -> onnx.
         light = copy.graph.node.add()
         copy_fields(node, light, {"attribute"})
         for attribute in node.attribute:
-            if attribute.name.startswith(LISTS_OF_TREES) and is_long_list(attribute):
+            if attribute.name.startswith(external.LISTS_OF_TREES) and is_long_list(attribute):
                 light.attribute.add(name=attribute.name, type=attribute.type)
             else:
                 light.attribute.add().CopyFrom(attribute)
@@ -452,43 +443,45 @@ def tensor_dtype(elem_type: int) -> str:
 def _parse(path: Path) -> onnx.ModelProto:
     if path.suffix == ".ort":
         raise ModelError(f"'{path}' is in ORT format, which is final", hint="give the .onnx model it was made from")
-    proto = skim_model(path)
+    proto = external.skim_model(path)
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"'{path}' holds no ONNX graph", hint="give the path of an .onnx file")
     return proto
 
 
 def _find_external(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
-    external: set[str] = set()
+    files: set[str] = set()
     bodies = (onnx.GraphProto(node=function.node) for function in proto.functions)
     for graph in itertools.chain.from_iterable(map(iterate_graphs, (proto.graph, *bodies))):
-        external.update(list_files(graph.initializer))
-        external.update(list_files(part for each in graph.sparse_initializer for part in (each.values, each.indices)))
+        files.update(external.list_files(graph.initializer))
+        files.update(
+            external.list_files(part for each in graph.sparse_initializer for part in (each.values, each.indices))
+        )
         for node in graph.node:
             values = {attribute.name: attribute for attribute in node.attribute}
-            external.update(name for item in node.attribute for name in list_files((item.t, *item.tensors)))
+            files.update(name for item in node.attribute for name in external.list_files((item.t, *item.tensors)))
             # A provider's compiled context (onnxruntime.ai/docs/execution-providers/EP-Context-Design.html): with
             # embed_mode 1, the default, it is in the node itself, with 0 in the file that the node names.
             if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
                 named = values["ep_cache_context"].s if "ep_cache_context" in values else b""
                 # Bytes that are no UTF-8 become a name with backslashes, which is refused like any other unsafe name.
-                external.add(named.decode(errors="backslashreplace"))
-    for name in sorted(external):
+                files.add(named.decode(errors="backslashreplace"))
+    for name in sorted(files):
         outside = f"'{path}' refers to external data {name[:200]!r} outside its folder"
         with reraised(BundleError, ModelError(outside, hint="do not trust this model")):
             file = safe_join(path.parent, name)
         if not file.is_file():
             raise ModelError(f"'{path}' needs external data '{name}', which is missing", hint=f"put it at '{file}'")
-    return tuple(sorted(external))
+    return tuple(sorted(files))
 
 
-def _digest(path: Path, external: tuple[str, ...]) -> str:
-    if not external:
+def _digest(path: Path, files: tuple[str, ...]) -> str:
+    if not files:
         return digest_file(path)
     # The protobuf refers to the weights by file, offset and length, so the digest must cover both. It hashes the files'
     # digests: their length is fixed, so that no other split of the same bytes into files has the same digest.
     digest = hashlib.sha256(digest_file(path).encode())
-    for name in external:
+    for name in files:
         digest.update(digest_file(path.parent / name).encode())
     return digest.hexdigest()
 
@@ -521,7 +514,7 @@ def read_with_weights_on_disk(model: Model) -> onnx.ModelProto:
         ModelError: the file is gone or unreadable, or weights are cut off.
     """
     is_inside = has_large_weights_inside(model.path) and not model.external_files
-    return point_into(model.path) if is_inside else read_proto(model, weights=False)
+    return external.point_into(model.path) if is_inside else read_proto(model, weights=False)
 
 
 def has_large_weights_inside(path: Path) -> bool:

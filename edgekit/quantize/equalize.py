@@ -21,16 +21,10 @@ from edgekit.graph.graph import Graph, view_file, view_model
 from edgekit.model.external import move_weight
 from edgekit.model.model import drop_unread, rename_tensors
 from edgekit.model.tensors import Array
+from edgekit.quantize import channel_pairs
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.moments import StoredMoments
-from edgekit.quantize.channel_pairs import (
-    NOTE,
-    SUFFIX,
-    EqualizationPair,
-    ScaledConstant,
-    find_equalization_pairs,
-    write_powers,
-)
+from edgekit.quantize.channel_pairs import SUFFIX, EqualizationPair, ScaledConstant, find_equalization_pairs
 from edgekit.quantize.graph.layers import Layer, expand_channel_factors
 from edgekit.quantize.ranges import TensorRange, snap_range
 
@@ -250,9 +244,9 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
         constants.scale(pair, values)
         renamed |= {tensor: tensor + SUFFIX for tensor in pair.tensors}
-        powers |= dict.fromkeys(pair.tensors, write_powers(values))
+        powers |= dict.fromkeys(pair.tensors, channel_pairs.write_powers(values))
     proto = constants.write(renamed, None if kept is None else work)
-    proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
+    proto.metadata_props.add(key=channel_pairs.NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
     if kept is None:
         return view_model(proto, graph.folder)
     # Protobuf keeps the memory of cleared fields; only a new message frees it.

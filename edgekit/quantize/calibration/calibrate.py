@@ -19,6 +19,7 @@ from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
 from edgekit.model.tensors import StatedOutput
 from edgekit.progress import Progress, say_nothing
+from edgekit.quantize import ranges
 from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.augment import picked_values
 from edgekit.quantize.calibration.held_out import HELD_OUT, save_fitted
@@ -29,19 +30,7 @@ from edgekit.quantize.calibration.store import CacheSettings, save_arrays
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph import float_graph
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.ranges import (
-    AUTO_METHODS,
-    EXACT,
-    METHODS,
-    MOVING_AVERAGE,
-    RANGE_METHODS,
-    HistogramCollector,
-    TensorRange,
-    find_nonlinearities,
-    scale_range,
-    sigmoid,
-    snap_range,
-)
+from edgekit.quantize.ranges import TensorRange
 
 _T = TypeVar("_T")
 MEASURED_SAMPLES = 64
@@ -95,7 +84,7 @@ def calibrate_model(
     samples: Samples,
     *,
     work: AnyPath,
-    methods: Sequence[str] = AUTO_METHODS,
+    methods: Sequence[str] = ranges.AUTO_METHODS,
     fitting: bool = True,
     cache: CacheSettings | None = None,
     outputs: Mapping[str, StatedOutput] | None = None,
@@ -130,14 +119,14 @@ def calibrate_for(model: Model, samples: Samples, how: CalibrationOptions) -> Ca
     """
     work, fitting = how.work, how.fitting
     for method in how.methods:
-        if method not in RANGE_METHODS:
-            raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
-    methods = tuple(name for name in RANGE_METHODS if name in {*how.methods, *EXACT})
+        if method not in ranges.RANGE_METHODS:
+            raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, ranges.METHODS))
+    methods = tuple(name for name in ranges.RANGE_METHODS if name in {*how.methods, *ranges.EXACT})
     work.mkdir(parents=True, exist_ok=True)
     graph = float_graph.store_float_graph(float_graph.read_float_graph(model), work)
     if not samples.count:
         raise DataError(f"'{samples.source}' holds no sample", hint="give at least one, better 100")
-    with_histograms = methods != EXACT
+    with_histograms = methods != ranges.EXACT
     indices = spread_indices(samples.count, MEASURED_SAMPLES) if fitting or with_histograms else ()
     compared = {each.tensor for each in find_compared_tensors(graph)} if fitting else set[str]()
     task = CalibrationTask(
@@ -199,18 +188,18 @@ def _list_one_sided(graph: Graph, seen: Mapping[str, TensorRange]) -> Iterator[s
             # The Sigmoid itself has the range from 0 to 1, whatever the samples show.
             span = seen.get(node.input[0]) if node is not None and node.op_type == "Sigmoid" else None
             if span is not None and not span.low <= 0 <= span.high:
-                low, high = sigmoid(np.array([span.low, span.high]))
+                low, high = ranges.sigmoid(np.array([span.low, span.high]))
                 side = f"at most {high:.2g}" if span.high < 0 else f"at least {low:.2g}"
                 advice = "if it decides at 0.5, add samples with the other answer, because ranges end with these"
                 yield f"output '{name}' is {side} in all samples: {advice}"
                 break
 
 
-def assume_ranges(model: Model, ranges: Mapping[str, TensorRange]) -> Calibration:
+def assume_ranges(model: Model, spans: Mapping[str, TensorRange]) -> Calibration:
     """Returns a calibration with ranges that nobody measured: for a graph whose outputs do not matter."""
     return Calibration(
         model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, known=0, notes=(),
-        ranges={"minmax": dict(ranges)}, statistics="",
+        ranges={"minmax": dict(spans)}, statistics="",
     )  # fmt: skip
 
 
@@ -229,26 +218,26 @@ def _choose_ranges(
     graph: Graph, aliases: dict[str, str], statistics: ActivationStatistics, methods: Sequence[str]
 ) -> dict[str, dict[str, TensorRange]]:
     # Histograms count masked values too, so for masked scores before a Softmax no method uses them.
-    masked, empty = statistics.masked(), HistogramCollector().freeze()
+    masked, empty = statistics.masked(), ranges.HistogramCollector().freeze()
     exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
     histograms = statistics.histograms() | dict.fromkeys(masked, empty)
-    readers = find_nonlinearities(graph)
+    readers = ranges.find_nonlinearities(graph)
     # Plans are judged by what a Sigmoid or Softmax reads: what it makes for an output would be cut at no cost, and the
     # rare high scores of a detector with it.
     judged = {each.reader for each in find_compared_tensors(graph)}
     squashing = (node for node in graph.nodes if node.name in judged)
     answers = {node.output[0] for node in squashing if None not in float_graph.known_bounds(graph, node)}
     names, factors = [*float_graph.float_activations(graph)], statistics.factor_ranges(graph)
-    ranges: dict[str, dict[str, TensorRange]] = {}
+    found: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
-        choose = RANGE_METHODS[method]
+        choose = ranges.RANGE_METHODS[method]
         chosen = {
             name: its if name in answers else choose(its, histograms.get(name, empty), readers.get(name))
-            for name, its in (mean if method == MOVING_AVERAGE else exact).items()
+            for name, its in (mean if method == ranges.MOVING_AVERAGE else exact).items()
         }
         _fill_aliases(chosen, aliases)
-        ranges[method] = {name: snap_range(chosen[name]) for name in names if name in chosen} | factors
-    return ranges
+        found[method] = {name: ranges.snap_range(chosen[name]) for name in names if name in chosen} | factors
+    return found
 
 
 def _fill_aliases(found: dict[str, _T], aliases: Mapping[str, str]) -> None:
@@ -287,11 +276,11 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
     if not makes_images(graph, calibration.outputs) or not fed or len(missing) < len(fed):
         return calibration
     growth = max(1.0, *missing)
-    ranges = {
-        method: {name: scale_range(its, growth) for name, its in own.items()}
+    roomy = {
+        method: {name: ranges.scale_range(its, growth) for name, its in own.items()}
         for method, own in calibration.ranges.items()
     }
-    return msgspec.structs.replace(calibration, ranges=ranges)
+    return msgspec.structs.replace(calibration, ranges=roomy)
 
 
 def _is_image(graph: Graph, name: str, outputs: Mapping[str, StatedOutput]) -> bool:
