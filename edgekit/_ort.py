@@ -284,7 +284,7 @@ _HINTS = {
     "construct locale": _NO_LOCALE,
     r"tensor\(bfloat16\)": "export it in float32: ONNX Runtime computes little in bfloat16",
     "NOT_IMPLEMENTED": "this ONNX Runtime lacks the operator, or its element type: export bfloat16 in float32, say",
-    # In ONNX's own domain: tf2onnx leaves what it cannot convert, such as TensorFlow's Erfc of an exact GELU.
+    # In ONNX's own domain: tf2onnx leaves what it cannot convert, such as TensorFlow's Lgamma.
     r"No Op registered for (\w+) with domain_version of (\d+)": (
         "export the model with other operators of ONNX, or a newer opset: there is no {0} in {1}"
     ),

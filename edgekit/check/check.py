@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._ort import VERSION, tells_refusal
 from edgekit.check.advice import Case, give_advice
-from edgekit.check.macs import assume_sizes, choose_sizes, count_bytes, count_macs, count_unsized, value_bytes
+from edgekit.check.macs import assume_sizes, choose_sizes, count_bytes, count_unsized, count_work, value_bytes
 from edgekit.check.placement import place_units
 from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
@@ -262,7 +262,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
             domain=node.domain or "ai.onnx",
             taken=taken,
             reasons=() if taken else tuple(dict.fromkeys(about + why for why in reasons)),
-            macs=count_macs(graph, node),
+            macs=count_work(graph, node),
             bytes=count_bytes(graph, node),
             partition=partition,
             unit=None if alone else unit.node.name,

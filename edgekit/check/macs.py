@@ -11,6 +11,7 @@ import msgspec
 import onnx
 
 from edgekit.errors import UsageError
+from edgekit.graph.constants import ML_DOMAIN
 from edgekit.graph.graph import Graph, Node, Value, infer_graph
 from edgekit.graph.inference import find_empty_window
 from edgekit.model.model import read_inputs
@@ -30,6 +31,19 @@ def count_macs(graph: Graph, node: Node) -> int:
     """
     counter = _COUNTERS.get(node.op_type)
     return counter(graph, node) if counter else 0
+
+
+def count_work(graph: Graph, node: Node) -> int:
+    """Returns the multiply-accumulates of a node as `count_macs`, and of ONNX-ML's nodes those that replace them.
+
+    A row is multiplied by all coefficients of a linear model, or by the vectors of a support vector machine. Trees are
+    one for each row: how many comparisons they make is in lists that a check does not load (`LISTS_OF_TREES`).
+    """
+    if node.domain != ML_DOMAIN or not node.op_type.startswith(("Linear", "SVM", "TreeEnsemble")):
+        return count_macs(graph, node)
+    rows = _dims(graph, node, 0)
+    parts = (node.attributes.get(name, ()) for name in ("support_vectors", "coefficients"))
+    return (rows[0] if len(rows) > 1 else 1) * max(1, *map(len, parts))
 
 
 def count_bytes(graph: Graph, node: Node) -> int:

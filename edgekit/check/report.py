@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from edgekit.check.macs import assume_sizes, count_bytes, count_macs
+from edgekit.check.macs import assume_sizes, count_bytes, count_work
 from edgekit.graph.graph import Graph, Node, infer_graph, read_graph
 from edgekit.graph.match import walk
 from edgekit.model.external import skim_model
@@ -429,7 +429,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
             domain=node.domain or "ai.onnx",
             taken=True,
             reasons=(),
-            macs=count_macs(graph, node),
+            macs=count_work(graph, node),
             bytes=count_bytes(graph, node),
         )
         for graph, node, trace in trace_nodes(assume_sizes(infer_graph(proto)), read_graph(prepared))

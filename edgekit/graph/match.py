@@ -229,10 +229,18 @@ def scaled_by(graph: Graph, node: Node | None, factor: float) -> str | None:
 def factors(graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST) -> tuple[float, tuple[str, ...]]:
     """Splits a value into a number and other factors, through Mul and Div by a number: (2, (x, y)) for (x * 2) * y.
 
-    The value `stop` is a factor even if it is a product itself.
+    The value `stop` is a factor even if it is a product itself. The Transpose of a product with a number is one with
+    the Transpose, where the graph has that.
     """
     if (number := graph.number(name)) is not None:
         return number, ()
+    if depth and name != stop and (turned := made_by(graph, name, "Transpose")) is not None:
+        number, values = factors(graph, turned.input[0], depth=depth - 1)
+        same = [
+            each.output[0] for each in graph.readers(values[0]) if len(values) == 1 and number != 1
+            if each.op_type == "Transpose" and each.attributes == turned.attributes
+        ]  # fmt: skip
+        return (number, (same[0],)) if same else (1.0, (name,))
     node = made_by(graph, name, "Mul", "Div") if name != stop and depth else None
     if node is None:
         return 1.0, (name,)

@@ -21,6 +21,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit._ort import VERSION, Level, SessionSettings, external_config, makes_session, optimize_graph, tells_refusal
 from edgekit.graph.constants import MOVES, ORT_DOMAIN, read_array, read_dequantized, write_dense
+from edgekit.graph.graph import Node
 from edgekit.graph.inference import infer_model, open_negative, refuse_empty_windows
 from edgekit.graph.match import known, made_by, need
 from edgekit.graph.rewrite import Writer, node_rewrite
@@ -35,6 +36,7 @@ from edgekit.prepare.rewrites.fused import FUSED, renew_softmax, split_fused
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 
 _AXES_AS_INPUT = 13  # since this opset Unsqueeze reads its axes
+_ERF = 9  # since this opset ONNX has Erf
 _BROADCASTING = 7  # since this opset Sub and Mul take a constant with fewer axes
 
 
@@ -116,6 +118,31 @@ def spread_scalars(writer: Writer) -> None:
             return
 
 
+@node_rewrite("plain-erfc", {"Erfc"}, since=_ERF)
+def write_erfc(writer: Writer) -> None:
+    """Writes TensorFlow's Erfc(x), which tf2onnx leaves of Keras's exact GELU though ONNX has none, as 1 + Erf(-x).
+
+    GELU has Erfc(-x * 0.7), perhaps turned by a Transpose: there the Neg goes, and the Transpose comes first, so that
+    `join-gelu` knows the pattern.
+    """
+    graph, name, steps = writer.graph, writer.x, list[Node]()
+    need(not writer.node.domain)
+    while (node := made_by(graph, name, "Div", "Mul", "Transpose")) is not None and (
+        node.op_type == "Transpose" or graph.number(node.input[1]) is not None
+    ):
+        steps.append(node)
+        name = node.input[0]
+    if (node := made_by(graph, name, "Neg")) is None:
+        name = writer.add("Neg", [writer.x], "negated")
+    else:
+        name = node.input[0]
+        steps.reverse()
+        for at, step in enumerate(sorted(steps, key=lambda step: step.op_type != "Transpose")):
+            name = writer.add(step.op_type, [name, *step.input[1:]], f"step-{at}", **step.attributes)
+    one = writer.constant("one", 1, writer.dtype or "float32")
+    writer.add("Add", [writer.add("Erf", [name], "erf"), one])
+
+
 @node_rewrite("list-axes", {"Unsqueeze"}, since=_AXES_AS_INPUT)
 def list_axes(writer: Writer) -> None:
     """Writes an axis that is a number as a list of one: ONNX Runtime crashes where its Core ML provider reads it."""
@@ -157,7 +184,8 @@ def fold_quantizers(writer: Writer) -> None:
 
 
 CLEANING = (
-    write_scalers, write_features, state_shapes_of_labels, spread_scalars, list_axes, state_zeros, fold_quantizers
+    write_scalers, write_features, state_shapes_of_labels, spread_scalars, write_erfc, list_axes, state_zeros,
+    fold_quantizers,
 )  # fmt: skip
 """What every model gets, whatever the target."""
 
@@ -419,7 +447,7 @@ def make_runnable(
     """Returns a model that was given as one that ONNX Runtime can open; what must be changed is written to `folder`.
 
     It has an IR version and opset that this version of ONNX Runtime reads (`lower_model`), constants in place of some
-    inputs (`freeze_model`), and no window that ends the process.
+    inputs (`freeze_model`), no Erfc, and no window that ends the process.
 
     Raises:
         UsageError: a name that is no input, or a number that its type cannot hold.
@@ -427,8 +455,17 @@ def make_runnable(
         OutputError: `folder` cannot be written.
     """
     opened = freeze_model(lower_model(model, folder / "lowered", runtime), folder / "frozen", constants)
-    refuse_empty_windows(skim_model(opened.path))
-    return opened
+    seen = skim_model(opened.path)
+    refuse_empty_windows(seen)
+    # ONNX Runtime has no Erfc.
+    if all(node.op_type != "Erfc" or node.domain for node in models.iterate_nodes(seen.graph)):
+        return opened
+    proto = models.read_proto(opened)
+    name_nodes(proto.graph)
+    for part in models.iterate_graphs(proto.graph):
+        write_erfc(part, read_opset(proto))
+    written = models.save_proto(proto, folder / "written" / model.path.name)
+    return msgspec.structs.replace(written, name=model.name, custom_ops=model.custom_ops)
 
 
 def freeze_model(model: models.Model, folder: Path, constants: Mapping[str, float]) -> models.Model:

@@ -11,7 +11,7 @@ from check_models import check_file, check_text, graph_of, save_text, why_not
 from fixture_types import Shown
 from tiny_models import parse_net, save_net
 
-from edgekit.check.macs import count_macs
+from edgekit.check.macs import count_work
 from edgekit.cli.main import run_command
 from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.graph.nhwc import find_orders
@@ -72,11 +72,16 @@ def test_weights_are_not_kept_and_external_files_not_read(tmp_path: Path) -> Non
          "{ y = com.microsoft.QGemm<transB=1>(x, s, o, w, s, z, , s, o) }"), 2 * 5 * 7),
         (("(float[1,5,64] x, uint8[7,2,16] w, float[14] s) => (float[1,5,7] y) "
          "{ y = com.microsoft.MatMulNBits<K=64, N=7, bits=4, block_size=32>(x, w, s) }"), 5 * 64 * 7),
+        # A comparison for each row, as the lists of trees need not be there.
+        ("(float[5,3] x) => (y, z) { y, z = ai.onnx.ml.TreeEnsembleClassifier<nodes_treeids = [0, 1]>(x) }", 5),
+        (("(float[5,3] x) => (y, z) { y, z = ai.onnx.ml.SVMClassifier<coefficients = [1.0, 2.0], "
+          "support_vectors = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]>(x) }"), 5 * 6),
+        ("(float[3] x) => (y) { y = ai.onnx.ml.LinearRegressor<coefficients = [1.0, 2.0, 3.0]>(x) }", 3),
     ],
 )  # fmt: skip
 def test_multiply_accumulates_are_counted_by_operator(body: str, macs: int) -> None:
     graph = graph_of(f"g {body}")
-    assert count_macs(graph, graph.nodes[0]) == macs
+    assert count_work(graph, graph.nodes[0]) == macs
 
 
 # Where the change of the layout to NHWC leaves a Transpose at an output of the graph, as ONNX Runtime makes it.

@@ -1,5 +1,6 @@
 """The clean graph: what goes, what stays, and that it computes the same."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import guard_half, prepare_model, show_model, spread_scalars, strip_casts, write_scalers
+from edgekit.prepare.fix import fix_model
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, choose_opset, convert_opset, lower_ir_version
 from edgekit.prepare.rewrites.fused import split_fused
 
@@ -44,6 +46,21 @@ def test_an_old_model_becomes_new_and_clean(tmp_path: Path) -> None:
     newer = make_model(CONV, tmp_path / "n.onnx", ir_version=4)
     shown = [[spec.name for spec in show_model(each, tmp_path / "s.onnx").inputs] for each in (model, newer)]
     assert shown == [["x"], ["x", "w", "b"]]
+
+
+def test_the_erfc_of_keras_is_the_gelu_of_onnx(tmp_path: Path) -> None:
+    """Keras exports an exact GELU by tf2onnx, which leaves TensorFlow's Erfc and turns both its factors."""
+    text = """g (float[1,3,4] x) => (float[1,4,3] y, float[1,3,4] z) <float r = {0.70710677}, float h = {0.5}>
+        { n = Neg(x) a = Mul(n, r) b = Transpose<perm = [0, 2, 1]>(a) c = Erfc(b) d = Mul(h, x)
+        e = Transpose<perm = [0, 2, 1]>(d) y = Mul(e, c) z = Erfc(x) }"""
+    _, prepared = prepare(text, tmp_path, opset=15)
+    x = np.linspace(-3, 3, 12, dtype=np.float32).reshape(1, 3, 4)
+    outputs, erfc = run_model(prepared.path, {"x": x}), np.vectorize(math.erfc)
+    np.testing.assert_allclose(outputs["y"], (x / 2 * erfc(-x * math.sqrt(0.5))).swapaxes(1, 2), atol=1e-6)
+    np.testing.assert_allclose(outputs["z"], erfc(x), atol=1e-6)
+    fixed = fix_model(prepared, tmp_path / "fixed.onnx", ["join-gelu"])
+    assert sorted(op_names(fixed.model.path)) == ["Add", "Erf", "Gelu", "Neg", "Transpose"]
+    assert_near(prepared, fixed.model, 1e-5)
 
 
 SAME: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -576,7 +576,8 @@ class Quantized(OperandRule, frozen=True, kw_only=True, tag="quantized"):
         if scales == 1 and self.many:
             yield f"{what} has one scale; it must have one for each channel"
         if scales != 1 and not self.per_channel:
-            yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
+            form = "in blocks" if len(graph.value(names[0]).shape or ()) > 1 else "per channel"
+            yield f"{what} is quantized {form} ({scales} scales); only per tensor is taken"
         size = dict(enumerate(operand.shape or ())).get(self.axis or 0)
         if self.axis is not None and operand.shape is not None and scales not in {1, size}:
             yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
