@@ -15,13 +15,13 @@ from docs_types import describe_default, describe_type, find_structs, list_prope
 import edgekit
 from edgekit.app.config import AppTable
 from edgekit.bench.bench import BenchReport
-from edgekit.bundle.group.group import GroupManifest
+from edgekit.bundle.group import GroupManifest
 from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.sign import Statement
 from edgekit.check.report import CheckReport
 from edgekit.cli.main import group
 from edgekit.data.images import Preprocess
-from edgekit.devices.android.nnapi.network import Driver
+from edgekit.devices.android.network import Driver
 from edgekit.devices.find import ListedDevice
 from edgekit.inspect.diff import Delta
 from edgekit.jobs.check import PrepareReport

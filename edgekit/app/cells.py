@@ -18,7 +18,7 @@ from edgekit.app.config import App, Cell, choose_for
 from edgekit.app.result import RESULT, CellResult, Digests, fail_cell, make_key, read_result, write_result
 from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
 from edgekit.bundle.folder import MANIFEST, open_bundle
-from edgekit.bundle.group.group import GROUP, open_group
+from edgekit.bundle.group import GROUP, open_group
 from edgekit.errors import BundleError, DataError, DeviceError, EdgekitError, MissingExtraError, UsageError, quote_error
 from edgekit.jobs.build import build
 from edgekit.jobs.build_inputs import BuildCache

@@ -13,7 +13,7 @@ from edgekit.app.config import App, KeyTable, list_cells
 from edgekit.app.result import DIGESTS_FILE, AppReport, CellResult, Digests, PackageResult, render_app
 from edgekit.app.workers import build_cells
 from edgekit.bundle.folder import MANIFEST, open_bundle
-from edgekit.bundle.group.group import GROUP, is_group
+from edgekit.bundle.group import GROUP, is_group
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import check_signature, require_private_key
 from edgekit.errors import BundleError, DataError, EdgekitError, UsageError, require_known

@@ -17,7 +17,7 @@ from edgekit.bundle import folder as folders
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.expected import Recorded
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, Nested, Opened, open_bundle
-from edgekit.bundle.group.group import is_group, open_group
+from edgekit.bundle.group import is_group, open_group
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
 from edgekit.bundle.sign import TestResult, sign_files
 from edgekit.errors import BundleError, OutputError, UsageError, look_up

@@ -15,7 +15,7 @@ from edgekit.app.draft import draft_app
 from edgekit.app.result import AppReport, headline_app, list_inputs
 from edgekit.app.run import run_app
 from edgekit.bundle.archive import opened_folder
-from edgekit.bundle.group.group import open_group
+from edgekit.bundle.group import open_group
 from edgekit.cli import options
 from edgekit.cli.declare import Answer, Argument, Json, Option, Volume, as_command, exit_code, number, subcommand
 from edgekit.cli.options import Devices, Required, add_required

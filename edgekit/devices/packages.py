@@ -7,8 +7,8 @@ import msgspec
 
 from edgekit._files import digest_file, list_below, read_chunks, work_folder, write_new
 from edgekit.devices.device import Job
+from edgekit.devices.ios.compute import read_package
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.ios.mil.compute import read_package
 from edgekit.devices.observe import describe_job
 from edgekit.errors import DeviceError
 from edgekit.model.model import Model

@@ -15,7 +15,7 @@ import msgspec
 
 from edgekit._files import move_file, replace_file
 from edgekit.bundle.golden import Golden, make_golden, read_inputs
-from edgekit.bundle.group.group import share_models
+from edgekit.bundle.group import share_models
 from edgekit.bundle.manifest import Bucket, Buckets
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport, count_of, count_staying

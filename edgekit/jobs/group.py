@@ -16,11 +16,11 @@ import msgspec
 
 from edgekit._files import staged_entries, work_folder, write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle import wiring as wires
 from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, write_labels, write_rows, writing_rows
-from edgekit.bundle.group import wiring as wires
-from edgekit.bundle.group.group import find_equal_weights, share_weights, write_group
+from edgekit.bundle.group import find_equal_weights, share_weights, write_group
 from edgekit.data.samples import Samples
 from edgekit.data.sets import Label, SampleSets, read_sample_sets
 from edgekit.devices.find import DeviceChoice, choose_here

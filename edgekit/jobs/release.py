@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle
-from edgekit.bundle.group.group import GROUP, Group, is_group, open_group
+from edgekit.bundle.group import GROUP, Group, is_group, open_group
 from edgekit.bundle.multi import MultiBundle, SignedBundle, find_bundles, join_bundles, open_any, sign_bundle
 from edgekit.bundle.sign import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.devices.android.installed import find_app_runtime

@@ -16,9 +16,8 @@ import msgspec
 from edgekit._files import digest_bytes
 from edgekit._proc import run_process
 from edgekit.app_runtime import AppRuntime, NativeLibrary
-from edgekit.bundle import snippets
+from edgekit.bundle import edgekit_pipeline, snippets
 from edgekit.bundle.archive import list_files, write_archive
-from edgekit.bundle.group import edgekit_pipeline
 from edgekit.bundle.manifest import Manifest, encode_json
 from edgekit.errors import MissingExtraError, UsageError
 from edgekit.model.external import skim_model

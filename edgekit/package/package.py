@@ -12,7 +12,7 @@ from edgekit._files import AnyPath, as_path
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.group.group import Group
+from edgekit.bundle.group import Group
 from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.multi import find_bundles
 from edgekit.bundle.sign import SIGNATURE

@@ -14,9 +14,9 @@ from edgekit._files import digest_file, work_folder, write_file
 from edgekit.bundle.checks import bundled_task
 from edgekit.bundle.folder import GOLDEN, VERIFY, Bundle, read_target, snapshot_bundle
 from edgekit.bundle.golden import INPUTS, make_golden, plan_sequences, read_inputs, read_labels, read_outputs
-from edgekit.bundle.group.group import Group
-from edgekit.bundle.group.wiring import run_pipeline
+from edgekit.bundle.group import Group
 from edgekit.bundle.sign import require_private_key
+from edgekit.bundle.wiring import run_pipeline
 from edgekit.data.data_check import find_missing, refusing_bad
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import (

@@ -32,7 +32,7 @@ from edgekit.app.result import DIGESTS_FILE, RESULT, Digests, headline_app, make
 from edgekit.app.run import run_app
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.group.group import open_group
+from edgekit.bundle.group import open_group
 from edgekit.bundle.sign import make_key as make_pair
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError

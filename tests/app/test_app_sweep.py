@@ -21,7 +21,7 @@ from edgekit.app.config import App, SweepTable, list_cells, load_app
 from edgekit.app.result import AppReport
 from edgekit.app.run import run_app
 from edgekit.app.workers import TOPIC, list_slots, use_processes
-from edgekit.bundle.group.group import open_group
+from edgekit.bundle.group import open_group
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
 from edgekit.progress import say_nothing

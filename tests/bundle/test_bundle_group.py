@@ -16,10 +16,10 @@ from fixture_types import MakeOnce, present
 from group_models import make_digits, make_talk, run_program, talk_on
 from tiny_models import parse_model, spec
 
+from edgekit.bundle.edgekit_pipeline import CHOSEN, PipelineError, cut_boxes
 from edgekit.bundle.golden import read_inputs, read_outputs
-from edgekit.bundle.group.edgekit_pipeline import CHOSEN, PipelineError, cut_boxes
-from edgekit.bundle.group.group import GROUP, Group, find_equal_weights, open_group
-from edgekit.bundle.group.wiring import (
+from edgekit.bundle.group import GROUP, Group, find_equal_weights, open_group
+from edgekit.bundle.wiring import (
     Crop,
     Interface,
     Wiring,

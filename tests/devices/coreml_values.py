@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekit.devices.ios.mil.compute import Operation, Program, Result, compute_program
-from edgekit.devices.ios.mil.operations import OPERATIONS
+from edgekit.devices.ios.compute import Operation, Program, Result, compute_program
+from edgekit.devices.ios.operations import OPERATIONS
 from edgekit.model.tensors import Array
 
 OPSETS = ("iOS15", "iOS16", "iOS17", "iOS18")

@@ -18,7 +18,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.devices.android.android import NNAPI, XNNPACK
 from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_archive
-from edgekit.devices.android.nnapi.network import find_feature_level
+from edgekit.devices.android.network import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.local.runner import PROGRAM, find_sources
 from edgekit.devices.observe import observe_placement

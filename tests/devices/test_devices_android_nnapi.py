@@ -12,9 +12,9 @@ from devices_models import Stub, assert_same_as_cpu, make_job, noise_samples, qd
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.devices.android.android import NNAPI, Android
+from edgekit.devices.android.compute import Computer
 from edgekit.devices.android.installed import LOADER
-from edgekit.devices.android.nnapi.compute import Computer
-from edgekit.devices.android.nnapi.network import Driver, Network, Operand, OperandType, Operation
+from edgekit.devices.android.network import Driver, Network, Operand, OperandType, Operation
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.process.pipes import END, answer_questions
 from edgekit.devices.process.run import describe_job, run_program

@@ -13,7 +13,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.devices.android.android import NNAPI, X86_64, Android
-from edgekit.devices.android.nnapi.network import Driver, OperandType
+from edgekit.devices.android.network import Driver, OperandType
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import Observed, compare_placement, observe_placement, observe_target

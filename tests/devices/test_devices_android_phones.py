@@ -8,7 +8,7 @@ from devices_models import float_conv, make_job, qdq_conv, require_device, run_i
 from fixture_types import Shown
 
 from edgekit.devices.android.android import DEFAULT_CORE, Android, enter_phone, find_core, read_phones
-from edgekit.devices.android.nnapi.network import Driver, read_driver
+from edgekit.devices.android.network import Driver, read_driver
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import DeviceChoice, choose_devices, find_device
 from edgekit.errors import UsageError

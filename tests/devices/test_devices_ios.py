@@ -16,8 +16,8 @@ from fixture_types import present
 from onnx import helper, load, save
 
 from edgekit.devices.find import find_device, install_device
+from edgekit.devices.ios.compute import read_package
 from edgekit.devices.ios.ios import ABI, LOADER, IosSimulator, map_imports, unpack_framework
-from edgekit.devices.ios.mil.compute import read_package
 from edgekit.devices.local.host import COREML
 from edgekit.devices.observe import Observed, observe_placement, observe_target
 from edgekit.devices.packages import CACHE, write_coreml

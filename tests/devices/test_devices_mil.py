@@ -17,8 +17,8 @@ from mil_programs import blob, constant, named, operation, scaled, write_package
 from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.ios.mil.compute import Computer, compute_program, read_package, read_program, require_known
-from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
+from edgekit.devices.ios.compute import Computer, compute_program, read_package, read_program, require_known
+from edgekit.devices.ios.operations import OPERATIONS, Arguments
 from edgekit.devices.process.pipes import Facts, answer_questions
 from edgekit.model.tensors import Array
 

@@ -127,7 +127,7 @@ def test_a_device_that_breaks_the_protocol_of_steps_fails(
         ask(turns, tmp_path, failure=failure)
 
 
-MODULES = ("edgekit.devices.ios.mil.compute", "edgekit.devices.android.nnapi.compute")
+MODULES = ("edgekit.devices.ios.compute", "edgekit.devices.android.compute")
 STARTER = """
 import sys, time
 from pathlib import Path

@@ -27,7 +27,7 @@ from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.devices.android.nnapi.compute import can_compute
+from edgekit.devices.android.compute import can_compute
 from edgekit.devices.process.pipes import serving
 from edgekit.package import formats
 from edgekit.package.package import package_bundles
@@ -85,7 +85,7 @@ def run_neural(command: Sequence[str | Path], folder: Path) -> tuple[str, Mappin
     """Returns what a program printed, and how many operations of each kind NNAPI's networks had."""
     if not can_compute():
         pytest.skip("needs ai-edge-litert: pip install ai-edge-litert==2.3.0")
-    with serving(folder / "nnapi", "edgekit.devices.android.nnapi.compute", 120) as served:
+    with serving(folder / "nnapi", "edgekit.devices.android.compute", 120) as served:
         shown = run_program(["env", f"EDGEKIT_NNAPI_PIPES={served.folder}", *command])
     return shown, present(served.read_facts()).operations
 

@@ -25,7 +25,7 @@ from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle
-from edgekit.bundle.group.group import Group, open_group
+from edgekit.bundle.group import Group, open_group
 from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples

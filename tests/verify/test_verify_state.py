@@ -16,9 +16,9 @@ from tiny_models import parse_model
 from verify_devices import InProcess, from_list, open_loader, restate
 
 import edgekit
+from edgekit.bundle import edgekit_pipeline
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
-from edgekit.bundle.group import edgekit_pipeline
 from edgekit.bundle.manifest import Manifest, decode_manifest, encode_json
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples

@@ -15,8 +15,8 @@ import msgspec
 
 from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER, has_integer_products
+from edgekit.devices.android import compute, network, tflite
 from edgekit.devices.android.installed import LOADER, MACHINES
-from edgekit.devices.android.nnapi import compute, network, tflite
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, refuse_run
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipes import Served, serving
@@ -99,7 +99,7 @@ PROVIDERS = frozenset({NNAPI, XNNPACK, CPU_PROVIDER})
 X86_64 = "x86_64"
 
 _INSTALL = "edgekit devices install android"
-_COMPUTE_MODULE = "edgekit.devices.android.nnapi.compute"
+_COMPUTE_MODULE = "edgekit.devices.android.compute"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 

@@ -201,7 +201,7 @@ NAME = "ios-sim"
 ML_PROGRAM = "MLProgram"
 
 _INSTALL = f"edgekit devices install {NAME}"
-_COMPUTE_MODULE = "edgekit.devices.ios.mil.compute"
+_COMPUTE_MODULE = "edgekit.devices.ios.compute"
 _LOG = "EDGEKIT_IOS_LOG"
 
 

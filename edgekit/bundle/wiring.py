@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from edgekit.bundle.group.edgekit_pipeline import DATA, PipelineError, run_sample
+from edgekit.bundle.edgekit_pipeline import DATA, PipelineError, run_sample
 from edgekit.errors import DataError, suggest_name
 from edgekit.model.state import MOST_FEEDS, fits, match_state
 from edgekit.model.tensors import Array, Tensors, TensorSpec

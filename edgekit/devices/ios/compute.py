@@ -27,7 +27,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, message_factory, text_format
 from google.protobuf.message import DecodeError
 
-from edgekit.devices.ios.mil.operations import OPERATIONS, Arguments
+from edgekit.devices.ios.operations import OPERATIONS, Arguments
 from edgekit.devices.process.pipes import Facts, serve_pipes
 from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array, Tensors

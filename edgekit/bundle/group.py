@@ -17,9 +17,9 @@ from edgekit._files import copy_once, digest_bytes, read_chunks, staged_folder, 
 from edgekit.bundle import folder as folders
 from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, Nested, Opened
 from edgekit.bundle.golden import Golden
-from edgekit.bundle.group.wiring import MAX_MEMBERS, Interface, Wiring, describe_interface, find_fault
 from edgekit.bundle.manifest import BundledFile, Manifest, Strict, decode_strictly, encode_json
 from edgekit.bundle.snippets import README, render_template
+from edgekit.bundle.wiring import MAX_MEMBERS, Interface, Wiring, describe_interface, find_fault
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_external_entries, read_place
 from edgekit.model.model import Model, load_model, read_proto

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation
-from edgekit.devices.android.nnapi.tflite import write_model
+from edgekit.devices.android.network import NUMPY_TYPES, Network, OperandType, name_operation
+from edgekit.devices.android.tflite import write_model
 from edgekit.devices.process.pipes import Facts, serve_pipes
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import Array

@@ -7,7 +7,7 @@ import flatbuffers
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, Operand, OperandType, name_operation
+from edgekit.devices.android.network import NUMPY_TYPES, Network, Operand, OperandType, name_operation
 from edgekit.errors import DeviceError, MissingExtraError, reraised
 from edgekit.machine import spell_install
 from edgekit.model.tensors import Array

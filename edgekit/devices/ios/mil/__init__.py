@@ -1,1 +1,0 @@
-"""Reads and computes ML Programs, the models that ONNX Runtime's Core ML provider writes."""
