@@ -250,12 +250,12 @@ def add_headroom(graph: Graph, seen: Mapping[str, TensorRange]) -> dict[str, Ten
     A value beyond the extremes of all samples is clipped. The bit that this headroom takes costs 6 dB of the 80 to 90
     of 16 bits, while weights of 8 bits leave 40 to 60 (docs/reference/experiments.md, "What each mechanism gives"). The
     second factor of a product of two activations has none: QNN's HTP rounds it to 8 bits (targets/qnn/NOTES.md). What
-    is as large as its sample has 16 times the range: samples differ in size by decades, and 12 bits are left.
+    is as large as its sample has four times the range: samples differ in size by decades, the smallest ones too.
     """
     factors = {range_source(graph, node.input[1]) for node in graph.nodes if node.op_type in _PRODUCTS}
     nodes = find_sized_by_sample(graph)
     sized = {name for node in graph.nodes if node.name in nodes for name in (*node.input, *node.output)}
-    roomy = widen_ranges(graph, seen, 2) | widen_ranges(graph, {name: seen[name] for name in sized & seen.keys()}, 16)
+    roomy = widen_ranges(graph, seen, 2) | widen_ranges(graph, {name: seen[name] for name in sized & seen.keys()}, 4)
     return {name: span if range_source(graph, name) in factors else roomy[name] for name, span in seen.items()}
 
 

@@ -12,7 +12,8 @@ from edgekit.graph.match import walk
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
 # Operators that compute a mean or a sum of squares.
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
-_EXTREMES = frozenset({"ReduceL1", "ReduceMax", "ReduceMin"})
+# Others that make one number of several, or take one of them.
+_TAKING = frozenset({"Gather", "ReduceL1", "ReduceMax", "ReduceMin", "Slice", "Split"})
 _POLYNOMIAL = frozenset({"Add", "Div", "Mul", "Pow"})
 # Exporters write a normalisation as about ten nodes. This bounds a walk; chosen by hand.
 _MOST_NODES = 24
@@ -111,11 +112,10 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     They are the nodes of normalisations, whose square root and quotient amplify rounding errors of the variance: the
     square, the reduction, the root, and the quotient or product with the normalised tensor. And the parts of a Gelu
     with Tanh, whose cube of x spans three times the decades of x, and those of an Elu with Exp, whose sum of two halves
-    would be rounded three times. And what is as large as its sample, if the network divides by the size of a sample and
-    multiplies the result by it (`find_sized_by_sample`).
+    would be rounded three times. And what is as large as its sample (`find_sized_by_sample`).
     """
     sized = find_sized_by_sample(graph).items()
-    reasons = {name: f"it is as large as its sample, by whose size '{product}' multiplies" for name, product in sized}
+    reasons = {name: f"it is as large as its sample, as '{last}' makes its result" for name, last in sized}
     for node in graph.nodes:
         if node.op_type == "Tanh":
             for member in _tanh_gelu(graph, node):
@@ -130,27 +130,29 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
 
 
 def find_sized_by_sample(graph: Graph) -> dict[str, str]:
-    """Returns the nodes, by name, that compute what is as large as its sample, each with the product that makes it so.
+    """Returns the nodes, by name, that compute what is as large as its sample, each with the node that makes it so.
 
-    A forecaster divides a series by its own size, and multiplies the result by it (RevIN, T. Kim et al., ICLR 2022):
-    what layers made, by a number that was reduced from the inputs without layers, and no layer follows. Its errors
-    count relative to that size, in which samples differ by decades. On one grid of 8 bits nothing is left of the
-    smallest, and a new sample may be many times as large as those of a calibration. Such are the nodes before the first
-    layer and those from the product on.
+    A forecaster divides a series by its own size, or takes its level away, and multiplies the result by the size, or
+    adds the level (RevIN, T. Kim et al., ICLR 2022; NLinear, A. Zeng et al., AAAI 2023): what layers made, and a number
+    that was reduced or taken from the inputs without layers; no layer follows. Samples differ in size by decades, and
+    errors count relative to it. On one grid of 8 bits nothing is left of the smallest, and a new sample may be many
+    times as large as those of a calibration. Such are the nodes before the first layer and those from the last one on.
     """
     behind = _reach_layers(graph.nodes, partial(_producers, graph))
     leading = _reach_layers(graph.nodes[::-1], partial(_readers, graph))
     found = dict[str, str]()
-    for product in (node for node in graph.nodes if node.op_type == "Mul" and node.name in behind - leading):
-        for maker in _producers(graph, product):
-            sizes = graph.static_shape(maker.output[0])
-            made = [maker, *_ancestors(graph, maker)]
+    for last in (node for node in graph.nodes if node.op_type in {"Add", "Mul"} and node.name in behind - leading):
+        for maker in _producers(graph, last):
+            sizes, made = graph.static_shape(maker.output[0]), [maker, *_ancestors(graph, maker)]
             is_number = sizes is not None and sum(size != 1 for size in sizes) <= 1 and maker.name not in behind
-            if is_number and not _count_layers(made) and any(node.op_type in _REDUCING | _EXTREMES for node in made):
-                given = {name for node in made for name in node.input if name in graph.inputs}
+            # Numbers that are added to as many results, such as a state and its change, are no level of them.
+            is_number = is_number and (last.op_type == "Mul" or sizes != graph.static_shape(last.output[0]))
+            given = {name for node in made for name in node.input if name in graph.inputs}
+            is_made = given and any(node.op_type in _REDUCING | _TAKING for node in made) and not _count_layers(made)
+            if is_number and is_made:
                 front = walk((node for name in given for node in graph.readers(name)), partial(_readers, graph))
                 sized = [node for node in front if node.name not in behind and node.op_type not in _LAYERS]
-                found |= {node.name: product.name for node in (*sized, product, *_descendants(graph, product))}
+                found |= {node.name: last.name for node in (*sized, last, *_descendants(graph, last))}
     return found
 
 
