@@ -3,6 +3,8 @@
 The factors are noted in the model's metadata.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 import onnx
@@ -223,9 +225,11 @@ def _find_constant_input(graph: Graph, node: Node, axis: int, channels: int) -> 
 # float model.
 
 
-def write_powers(factors: Array) -> str:
-    """Returns factors that are powers of two as text, with one printable character for each channel."""
-    return "".join(chr(_ZERO_POWER + int(power)) for power in np.log2(factors).round().clip(-_MOST_POWER, _MOST_POWER))
+def write_scaling(proto: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
+    """Notes the factors of tensors, powers of two, by the names before: one printable character for each channel."""
+    exponents = {name: np.log2(its).round().clip(-_MOST_POWER, _MOST_POWER) for name, its in factors.items()}
+    powers = {name: "".join(chr(_ZERO_POWER + int(power)) for power in its) for name, its in exponents.items()}
+    proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
 
 
 def read_scaling(proto: onnx.ModelProto) -> dict[str, Array]:

@@ -235,7 +235,7 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
         if kept.is_file():
             return view_file(kept)
     pairs = {pair.tensor: pair for pair in find_equalization_pairs(graph)}
-    constants, renamed, powers = ScaledConstants(graph), dict[str, str](), dict[str, str]()
+    constants, renamed, scaled = ScaledConstants(graph), dict[str, str](), dict[str, Array]()
     for name, its in factors.items():
         values, pair = np.asarray(its), pairs.get(name)
         mantissas, exponents = np.frexp(values)
@@ -244,9 +244,9 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
         constants.scale(pair, values)
         renamed |= {tensor: tensor + SUFFIX for tensor in pair.tensors}
-        powers |= dict.fromkeys(pair.tensors, channel_pairs.write_powers(values))
+        scaled |= dict.fromkeys(pair.tensors, values)
     proto = constants.write(renamed, None if kept is None else work)
-    proto.metadata_props.add(key=channel_pairs.NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
+    channel_pairs.write_scaling(proto, scaled)
     if kept is None:
         return view_model(proto, graph.folder)
     # Protobuf keeps the memory of cleared fields; only a new message frees it.

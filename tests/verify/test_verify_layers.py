@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -23,7 +22,7 @@ from edgekit.errors import ModelError, UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.tensors import Array, Reading
-from edgekit.quantize.channel_pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
+from edgekit.quantize.channel_pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_scaling
 from edgekit.quantize.weight_only import convert_to_fp16
 from edgekit.report.text import list_comparison_remarks
 from edgekit.target import TaskLimit, load_target
@@ -350,8 +349,7 @@ def test_scaled_channels_are_told_from_broken_ones(models: tuple[Model, Model], 
     for node in proto.graph.node:
         node.input[:] = [name + SUFFIX if name in {"c1", "r1"} else name for name in node.input]
         node.output[:] = [name + SUFFIX if name in {"c1", "r1"} else name for name in node.output]
-    powers = dict.fromkeys(("c1", "r1"), write_powers(factors))
-    proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers).decode())
+    write_scaling(proto, dict.fromkeys(("c1", "r1"), factors))
     scaled = save_proto(proto, tmp_path / "scaled.onnx")
     layers = compare_layers(models[0], scaled, make_images())
     assert "r1" in {layer.tensor for layer in layers}

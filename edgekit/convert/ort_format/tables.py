@@ -259,15 +259,6 @@ def write_tables(root: Record, path: Path) -> None:
         file.write(bytes(-file.tell() % 8))
 
 
-class _Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout that tables with the same fields share: the offset of each field, in the order of slots."""
-
-    fields: tuple[tuple[int, Field], ...]
-    size: int
-    align: int
-    vtable: bytes
-
-
 class _Walk:
     """Collects the parts of a file, each before the tables, vectors and weights that it points to."""
 
@@ -278,10 +269,10 @@ class _Walk:
         self.weights: list[_Part] = []
 
     def add_table(self, record: Record, kind: str) -> _Part:
-        shape = _shape_table(kind, frozenset(record))
-        block = self._add_block(_Part(bytearray(shape.size), align=shape.align))
-        block.links.append((0, self.vtables.setdefault(shape.vtable, _Part(bytearray(shape.vtable)))))
-        for offset, field in shape.fields:
+        fields, size, align, vtable = _lay_out(kind, frozenset(record))
+        block = self._add_block(_Part(bytearray(size), align=align))
+        block.links.append((0, self.vtables.setdefault(vtable, _Part(bytearray(vtable)))))
+        for offset, field in fields:
             value = record[field.name]
             if field.kind in NUMBER_SIZES:
                 block.content[offset : offset + NUMBER_SIZES[field.kind]] = cast("bytes", value)
@@ -318,7 +309,8 @@ class _Walk:
 
 
 @functools.cache
-def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
+def _lay_out(kind: str, present: frozenset[str]) -> tuple[tuple[tuple[int, Field], ...], int, int, bytes]:
+    """Returns what tables with the same fields share: offsets and fields by slot, size, alignment, vtable."""
     fields = [(slot, field) for slot, field in enumerate(SCHEMA[kind]) if field.name in present]
     sizes = {slot: NUMBER_SIZES.get(field.kind, 4) for slot, field in fields}
     order = sorted(sizes, key=lambda slot: (-sizes[slot], slot))
@@ -338,4 +330,4 @@ def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
     # A vtable holds its own size, the table's size, and an offset for each slot; slots after the last field are left
     # out.
     vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
-    return _Shape(fields=placed, size=size, align=align, vtable=vtable + bytes(-len(vtable) % 4))
+    return placed, size, align, vtable + bytes(-len(vtable) % 4)

@@ -11,7 +11,7 @@ A detector's other predictions for an object, such as masks, keypoints and angle
 the probability that the row shows an object.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -56,18 +56,6 @@ class _Detections(msgspec.Struct, frozen=True, kw_only=True):
     boxes: Array
     scores: Array
     classes: Array
-
-
-class _Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """Detections of one model in the order in which AP reads them: by class, then by falling score.
-
-    `places` are their rows in the table of records. For each detection `starts` is the position at which its class
-    begins, and `ranks` the number of its class, from 1 on.
-    """
-
-    places: Array
-    starts: Array
-    ranks: Array
 
 
 def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Array:
@@ -131,7 +119,7 @@ def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Loss:
     likely = _likelihood(table[:, 1], centred=centred)
     images = np.repeat(np.arange(len(records)), [len(record) for record in records])
     rng = np.random.default_rng(0)
-    rankings = [_rank(table, column) for column in (2, 3)]
+    measures = [_open_ap(table, column) for column in (2, 3)]
     scores = np.zeros((_DRAWS, 2))
     for draw in range(_DRAWS):
         counts = rng.multinomial(len(records), np.full(len(records), 1 / len(records)))
@@ -139,8 +127,8 @@ def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Loss:
         # The shift of the quantized box adds to the first of the four error components.
         along, others = rng.normal(0, _MISS, len(table)), _MISS**2 * rng.chisquare(3, len(table))
         miss, moved = (np.sqrt((along + by) ** 2 + others) for by in (0.0, table[:, 4]))
-        for side, (ranking, error) in enumerate(zip(rankings, (miss, moved), strict=True)):
-            scores[draw, side] = _mean_ap(ranking, table[:, 0], counts[images], weights, error)
+        for side, (measure, error) in enumerate(zip(measures, (miss, moved), strict=True)):
+            scores[draw, side] = measure(counts[images], weights, error)
     seen, reference, drops = 1.0 if centred else _ALL_SEEN, float(scores[:, 0].mean()), scores[:, 0] - scores[:, 1]
     drop = seen * reference * discount_loss(float(drops.mean()) / max(reference, 1e-12))
     less, more = (Z95 * float(np.hypot(seen * drops.std(), doubt * drop)) for doubt in (_LESS, _MORE))
@@ -177,37 +165,38 @@ def _suppress(boxes: Array, chances: Array, overlap: float) -> _Detections:
     return _Detections(rows=rows[kept], boxes=boxes[rows[kept]], scores=scores[kept], classes=classes[kept])
 
 
-def _rank(table: Array, column: int) -> _Ranking:
-    shown = np.flatnonzero(table[:, column] > 0)
-    order = shown[np.lexsort((-table[shown, column], table[shown, 0]))]
-    kinds = table[order, 0]
-    first = np.append(True, kinds[1:] != kinds[:-1])[: len(order)]
-    starts = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0)) if len(order) else order
-    return _Ranking(places=order, starts=starts, ranks=np.cumsum(first))
+def _open_ap(table: Array, column: int) -> Callable[[Array, Array, Array], float]:
+    """Returns a function of draws: the mean AP of the model whose scores are in this column.
 
-
-def _mean_ap(ranking: _Ranking, classes: Array, counts: Array, weights: Array, error: Array) -> float:
-    """Returns the area under the precision-recall curve, averaged over the classes with objects and the IoU thresholds.
-
-    `counts` says how often each record's image was drawn, `weights` the same for objects and 0 for other records.
+    That is the area under the precision-recall curve, averaged over the classes with objects and the IoU thresholds.
+    The function takes how often each record's image was drawn, the same for objects and 0 for other records, and the
+    error of each box.
     """
-    kinds = classes.astype(np.int64)
-    objects = np.bincount(kinds, weights, minlength=int(kinds.max(initial=0)) + 1)
-    if not objects.any():
-        return 0.0
-    places, starts = ranking.places, ranking.starts
-    hits = weights[places] * (error[places] <= 1 - _THRESHOLDS[:, None] + 1e-9)
+    # The detections in the order in which AP reads them: by class, then by falling score. For each, the position at
+    # which its class begins, and the number of its class, from 1 on.
+    shown, classes = np.flatnonzero(table[:, column] > 0), table[:, 0].astype(np.int64)
+    places = shown[np.lexsort((-table[shown, column], table[shown, 0]))]
+    kinds = classes[places]
+    first = np.append(True, kinds[1:] != kinds[:-1])[: len(places)]
+    starts = np.maximum.accumulate(np.where(first, np.arange(len(places)), 0)) if len(places) else places
+    ranks = np.cumsum(first)
 
     def add_up(values: Array) -> Array:
         sums = np.cumsum(values, axis=-1)
         return np.asarray(sums - (sums - values)[..., starts])
 
-    precision = add_up(hits) / np.maximum(add_up(counts[places].astype(np.float64)), 1e-12)
-    # Precision at a recall is the best at any higher one; classes to the right are put below all of it.
-    lowered = precision - 2 * ranking.ranks
-    best = np.maximum.accumulate(lowered[:, ::-1], axis=1)[:, ::-1] + 2 * ranking.ranks
-    areas = (hits * best).sum(axis=0) / np.maximum(objects[kinds[places]], 1e-12)
-    return float(areas.sum() / len(_THRESHOLDS) / np.count_nonzero(objects))
+    def measure(counts: Array, weights: Array, error: Array) -> float:
+        objects = np.bincount(classes, weights, minlength=int(classes.max(initial=0)) + 1)
+        if not objects.any():
+            return 0.0
+        hits = weights[places] * (error[places] <= 1 - _THRESHOLDS[:, None] + 1e-9)
+        precision = add_up(hits) / np.maximum(add_up(counts[places].astype(np.float64)), 1e-12)
+        # Precision at a recall is the best at any higher one; classes to the right are put below all of it.
+        best = np.maximum.accumulate((precision - 2 * ranks)[:, ::-1], axis=1)[:, ::-1] + 2 * ranks
+        areas = (hits * best).sum(axis=0) / np.maximum(objects[kinds], 1e-12)
+        return float(areas.sum() / len(_THRESHOLDS) / np.count_nonzero(objects))
+
+    return measure
 
 
 # The least weight of a row, so that images without objects have a mean too.
