@@ -344,6 +344,11 @@ def optimize_basic(proto: onnx.ModelProto, model: models.Model, path: Path, fold
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph, path.parent)
     restore_types(optimized.graph, nodes, types)
+    # It writes the defaults of its own operators, of which an older runtime refuses those that it does not know.
+    given = {node.name: {each.name for each in node.attribute} for node in nodes if node.domain == ORT_DOMAIN}
+    for node in optimized.graph.node:
+        if node.domain == ORT_DOMAIN and node.name in given:
+            models.refill(node.attribute, [each for each in node.attribute if each.name in given[node.name]])
     whole = external.restore_nodes(optimized.graph, replaced)
     # Casts that ONNX Runtime merged with the model's own cannot be removed: then the stripped graph does not load.
     as_is = SessionSettings(level=Level.DISABLED, config=external_config(path.parent), libraries=model.custom_ops)

@@ -63,6 +63,17 @@ def test_the_erfc_of_keras_is_the_gelu_of_onnx(tmp_path: Path) -> None:
     assert_near(prepared, fixed.model, 1e-5)
 
 
+def test_attributes_that_an_older_runtime_lacks_are_not_added(tmp_path: Path) -> None:
+    """ONNX Runtime 1.31 writes `causal` and others in a changed graph, and 1.29 refuses what it does not know."""
+    text = """g (float[1,1,16] q, float[1,1,8] k, float[1,1,8] v, float[1,1,2,8] a, float[1,1,2,8] b, int32[1] n,
+        int32 t) => (float[1,1,16] y, float[1,1,3,8] c, float[1,1,3,8] d)
+        { i = Identity(q)
+        y, c, d = com.microsoft.GroupQueryAttention<kv_num_heads=1, num_heads=2>(i, k, v, a, b, n, t) }"""
+    _, prepared = prepare(text, tmp_path)
+    (node,) = onnx.load(str(prepared.path)).graph.node
+    assert sorted(each.name for each in node.attribute) == ["kv_num_heads", "num_heads"]
+
+
 SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a convolution of old": (CONV, "Conv Relu", {"opset": 7, "ir_version": 3}),
     # ONNX Runtime takes such a file, and some exporters write it.
