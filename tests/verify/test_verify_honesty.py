@@ -148,6 +148,7 @@ def test_samples_that_all_give_the_same_are_told() -> None:
 
 SPREAD = np.random.default_rng(0).uniform(-0.9, 0.9, (16, 6))
 LATE = np.vstack([SPREAD[:1], SPREAD[:-1]])
+SURE = np.eye(6)[[0] * 16]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,8 @@ LATE = np.vstack([SPREAD[:1], SPREAD[:-1]])
         (SPREAD, SPREAD + 0.2 * LATE, "holds 20% of the sample before"),
         (SPREAD, SPREAD + 0.04 * LATE, None),
         (SPREAD[:5], 0.9 * SPREAD[:5] + 0.1 * LATE[:5], None),  # too few samples to tell
+        (SURE + 1e-27 * SPREAD, SURE + 1e-27 * LATE, None),  # a softmax that saturates
+        (SURE + 1e-3 * SPREAD, SURE + 1e-3 * LATE, "follows the sample before, not its own"),
         (SPREAD + 3, SPREAD[[1, 0, 3, 2, *range(4, 16)]] + 3, "came back for other samples"),
         (SPREAD, SPREAD[:, [1, 0, 2, 3, 4, 5]], "what belongs to 1 came back as 0"),
         (SPREAD, SPREAD[:, ::-1], "has its elements in another order"),

@@ -111,6 +111,9 @@ def describe_origin(sides: Sides, *, may_be_equal: bool = False) -> str | None:
         step = _find_step(own)
         is_beyond = not math.isfinite(step) or float(np.abs(got - own).max()) > 2.0 * step
         return "is the same for every sample" if len(own) > 2 and is_beyond else None
+    # Probabilities that saturate vary by less than kernels differ: nothing tells one sample's from another's.
+    if energy_of(_centre(own)) <= signal * _ORDER:
+        return None
     words = find_leak(own, got) or find_permutation(own, got)
     if words is None and sides.is_whole:
         words = find_swapped(own, got) or find_stuck(own, got)
