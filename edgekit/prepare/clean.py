@@ -33,6 +33,7 @@ from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_inputs, keep_outputs, name_nodes
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, lower_model, read_opset
 from edgekit.prepare.rewrites.fused import FUSED, renew_softmax, split_fused
+from edgekit.prepare.rewrites.planes import squeeze_late
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 
 _AXES_AS_INPUT = 13  # since this opset Unsqueeze reads its axes
@@ -184,8 +185,8 @@ def fold_quantizers(writer: Writer) -> None:
 
 
 CLEANING = (
-    write_scalers, write_features, state_shapes_of_labels, spread_scalars, write_erfc, list_axes, state_zeros,
-    fold_quantizers,
+    write_scalers, write_features, state_shapes_of_labels, squeeze_late, spread_scalars, write_erfc, list_axes,
+    state_zeros, fold_quantizers,
 )  # fmt: skip
 """What every model gets, whatever the target."""
 

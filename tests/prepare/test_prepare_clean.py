@@ -18,6 +18,7 @@ from edgekit.prepare.clean import guard_half, prepare_model, show_model, spread_
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, choose_opset, convert_opset, lower_ir_version
 from edgekit.prepare.rewrites.fused import split_fused
+from edgekit.prepare.rewrites.planes import squeeze_late
 
 CONV = """g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y)
     <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}, float[1] b = {0.5}>
@@ -289,6 +290,71 @@ def test_a_number_is_spread_where_operators_broadcast(tmp_path: Path, opset: int
         { c = Conv(x, w) [Add_y] y = Add(c, t) }"""
     proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", opset=opset).path))
     assert spread_scalars(proto.graph, opset) == spread
+
+
+KERAS = "g ({dims} x) => (float[1,2,7] y, float[1,2,8] z) {constants} {{ {body} }}"
+LINE_CONSTANTS = """<float[2,2,1,2] w = {1,-2,3,0.5,2,1,-1,0.25}, float[1,2,1] b = {1,-3}, float[2,1] s = {0.5,2},
+    float h = {9}, float[2] g = {1,2}, float[2] v = {3,4}, int64[1] a = {2}, int64[1] m = {-2}>"""
+
+
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        # tf2onnx writes so what was a Conv1D with a bias in Keras.
+        (
+            """c = Conv<pads=[0,1,0,1]>(x, w) d = Squeeze(c, a) e = Add(d, b) f = Relu(e) u = Unsqueeze(f, m)
+            i = Conv(u, w) j = Squeeze(i, m) k = Add(j, b) z = Sigmoid(k) l = Unsqueeze(k, a) n = Conv(l, w)
+            y = Squeeze(n, a)""",
+            ["Conv", "Relu", "Conv", "Squeeze", "Sigmoid", "Conv", "Squeeze"],
+        ),
+        # What an app or another operator reads too, has the axis no more.
+        (
+            """c = Conv<pads=[0,1,0,1]>(x, w) d = Squeeze(c, m) e = PRelu(d, s) f = BatchNormalization(e, g, g, g, v)
+            k = Mul(e, f) o = Concat<axis=1>(k, e) p = Clip(o, , h) q, t = Split<axis=1>(p) l = Unsqueeze(p, m)
+            r, i = Split<axis=1>(l) n = Conv(i, w) j = Squeeze(n, m) z = Add(j, b) y = MaxPool<kernel_shape=[2]>(z)""",
+            None,
+        ),
+    ],
+)
+def test_elementwise_nodes_follow_a_conv_before_the_squeeze_behind_it(
+    body: str, left: list[str] | None, tmp_path: Path
+) -> None:
+    text = KERAS.format(dims="float[1,2,1,8]", constants=LINE_CONSTANTS, body=body)
+    model, prepared = prepare(text, tmp_path)
+    made = [node.op_type for node in onnx.load(str(prepared.path)).graph.node]
+    assert_near(model, prepared)
+    if left is not None:
+        assert sorted(made) == sorted(left)
+    producers = {node.output[0]: node for node in onnx.load(str(prepared.path)).graph.node}
+    for node in producers.values():
+        assert not (node.op_type in {"Add", "Relu", "PRelu"} and producers[node.input[0]].op_type == "Squeeze")
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ("c = Conv(x, w) d = Squeeze<axes=[2]>(c) [at] e = Relu(d) [up] u = Unsqueeze<axes=[-2]>(e)", ("at", "up")),
+        ("c = Conv(x, w) d = Squeeze<axes=[-1]>(c) [at] e = Mul(d, s)", ("at",)),
+        # Another axis comes back; the channels go; two axes go; no Conv, or one of lines; a sum with what has no axis.
+        ("c = Conv(x, w) d = Squeeze<axes=[2]>(c) u = Unsqueeze<axes=[3]>(d)", ()),
+        ("c = Conv(x, t) d = Squeeze<axes=[1]>(c) e = Relu(d)", ()),
+        ("c = Conv(x, w) d = Squeeze<axes=[2,3]>(c) e = Relu(d)", ()),
+        ("d = Squeeze<axes=[2]>(x) e = Relu(d)", ()),
+        ("k = Squeeze<axes=[2]>(x) c = Conv(k, r) d = Squeeze<axes=[2]>(c) e = Relu(d)", ()),
+        ("c = Conv(x, w) d = Squeeze<axes=[2]>(c) k = Squeeze<axes=[2]>(x) e = Add(d, k)", ()),
+        ("c = Conv(x, w) d = Squeeze<axes=[2]>(c) e = Concat<axis=2>(d, d)", ()),
+        ("c = Conv(x, w) d = Squeeze<axes=[2]>(c) e = Add(d, f)", ()),
+    ],
+)
+def test_only_a_squeeze_of_a_plane_goes_late(body: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    constants = """<float[2,2,1,1] w = {1,-2,3,0.5}, float[1,2,1,1] t = {1,2}, float[2,2,1] r = {1,2,3,4},
+        float[2,1] s = {0.5,2}, float[1,1,2,1] f = {1,2}>"""
+    text = f"g (float[1,2,1,1] x) => (float[1,2,1,1] y) {constants} {{ {body} y = Neg(x) }}"
+    proto = onnx.load(str(make_model(text, tmp_path / "m.onnx", opset=11).path))
+    before = [node.op_type for node in proto.graph.node]
+    assert squeeze_late(proto.graph, 11) == names
+    assert names or [node.op_type for node in proto.graph.node] == before
+    onnx.checker.check_model(proto, full_check=True)
 
 
 def test_names_are_unique_stable_and_kept_where_they_can_be(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import known, need
+from edgekit.graph.match import known, made_by, need, reduced_axes
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, reshape_tensor, rewrite
-from edgekit.model.model import find_reads, refill
+from edgekit.model.model import drop_unread, find_reads, refill
 from edgekit.model.tensors import Array
 from edgekit.prepare.rewrites.layout import find_pads
 
@@ -20,8 +20,9 @@ _ELEMENTWISE = frozenset(
     {"Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Softplus", "Tanh"}
 )
 _JOINING = frozenset({"Add", "Concat", "Div", "Mul", "PRelu", "Sub"})
-# The first opset in which the shape of a Reshape is an input.
-_SINCE = 5
+# The first opset in which the shape of a Reshape is an input, and that in which the axes of a Squeeze are.
+_SINCE, _AXES_AS_INPUT = 5, 13
+_PLANE_RANK = 4
 # The value of an attribute along the new axis.
 _ALONG = {"dilations": 1, "kernel_shape": 1, "pads": 0, "strides": 1}
 
@@ -86,6 +87,58 @@ def _can_follow(view: Graph, node: Node, made: dict[str, str]) -> bool:
     # Constants of fewer axes are broadcast; with one of more axes, the output has more.
     wanted = [name for name in node.input if name not in view.constants]
     return all(len(view.value(name).shape or ()) == 3 for name in (*wanted, node.output[0]))
+
+
+@rewrite("squeeze-late", {"Squeeze"})
+def squeeze_late(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Moves a Squeeze of one axis of what a Conv made behind elementwise operators, in place; returns their names.
+
+    An Unsqueeze that gives the axis back is left out. So tf2onnx writes each Conv1D of Keras: Conv, Squeeze, Add of the
+    bias, Relu, Unsqueeze. ONNX Runtime folds the Add into the Conv, and providers fuse the Relu, only right behind it;
+    quantized, each step would be rounded.
+    """
+    # For what lacks an axis, by name: the same with the axis, and which axis that is.
+    planes = dict[str, tuple[str, int]]()
+
+    def write(writer: Writer) -> None:
+        view, node, name = writer.graph, writer.node, writer.node.output[0]
+        if node.op_type in {"Squeeze", "Unsqueeze"}:
+            axes = known(reduced_axes(view, node))
+            need(len(axes) == 1)
+            if node.op_type == "Unsqueeze":
+                plane, axis = known(planes.get(writer.x))
+                need(axes[0] in {axis, axis - _PLANE_RANK})
+                writer.add("Identity", [plane])
+                return
+            weight = known(view.constants.get(known(made_by(view, writer.x, "Conv")).input[1]))
+            # The last two axes are those of the plane, which may be counted from the end.
+            need(len(weight.dims) == _PLANE_RANK and axes[0] in {-2, -1, 2, 3})
+            planes[name] = writer.x, axes[0] % _PLANE_RANK
+            return
+        need(not node.domain and len(node.output) == 1 and (node.op_type != "Concat" or node.integer("axis", 0) == 1))
+        raised = node.input if node.op_type in _JOINING else node.input[:1]
+        found = {axis for _, axis in (planes[each] for each in raised if each in planes)}
+        need(len(found) == 1 and all(each in planes or each in view.constants for each in raised))
+        (axis,), new = found, [*node.input]
+        for place, each in enumerate(raised):
+            dims = [*view.constants[each].dims] if each in view.constants else []
+            need(len(dims) < _PLANE_RANK)
+            # Constants of fewer axes are broadcast; only those that reach the axis get it.
+            is_short = len(dims) <= _PLANE_RANK - 1 - axis
+            wide = [1] * (_PLANE_RANK - 1 - len(dims)) + dims
+            raise_it = each if is_short else writer.reshaped(f"plane{place}", each, [*wide[:axis], 1, *wide[axis:]])
+            new[place] = planes[each][0] if each in planes else raise_it
+        moved, plane = writer.copy(node), f"{name}/plane"
+        moved.input[:], moved.output[:], planes[name] = new, [plane], (plane, axis)
+        if opset < _AXES_AS_INPUT:
+            writer.add("Squeeze", [plane], "line", into=name, axes=[axis])
+        else:
+            writer.add("Squeeze", [plane, writer.ints("axes", [axis])], "line", into=name)
+
+    ops = _ELEMENTWISE | _JOINING | {"BatchNormalization", "Squeeze", "Unsqueeze"}
+    if changed := replace_nodes(graph, opset, ops, write):
+        drop_unread(graph, {"Squeeze"})
+    return changed
 
 
 @node_rewrite("pad-transposed", {"ConvTranspose"}, since=13)
