@@ -26,8 +26,7 @@ from edgekit.prepare.rewrites.signs import store_weights
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.finer_weights import SPLIT_BITS
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.mixed_precision.candidates import find_float_constants
-from edgekit.quantize.plan import FloatNode, QuantPlan, draft_plan
+from edgekit.quantize.plan import FloatNode, QuantPlan, draft_plan, find_float_constants
 from edgekit.quantize.qdq import build_qdq, compact_qdq, plan_calibration, plan_graph
 from edgekit.quantize.ranges import RANGE_METHODS
 from edgekit.serialize import UNDECODABLE, ready_type

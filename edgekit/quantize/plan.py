@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.constants import ML_DOMAIN
@@ -36,6 +37,8 @@ _PRODUCTS = frozenset({"Gemm", "MatMul"})
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 # Floating-point types that no provider quantizes.
 _OTHER_FLOATS = {"float16": "float16", "float64": "double precision", "bfloat16": "bfloat16"}
+# Constants with fewer bytes are not worth storing in fewer bits: a choice.
+_LEAST_BYTES = 1 << 14
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,6 +185,18 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
 def is_relievable(plan: QuantPlan) -> bool:
     """Returns True if activations have 8 bits, so that sensitive ones may get more."""
     return plan.activation != "uint16"
+
+
+def find_float_constants(graph: Graph, plan: QuantPlan) -> Iterator[tuple[str, int]]:
+    """Yields the large float constants that only float nodes read, with the bytes of each."""
+    floats = {node.name for node in plan.float_nodes}
+    for name, tensor in graph.constants.items():
+        readers, size = graph.readers(name), 4 * math.prod(tensor.dims)
+        if size < _LEAST_BYTES or not graph.is_float_constant(name) or name in graph.captured | graph.outputs:
+            continue
+        is_apart = bool(readers) and all(node.name in floats for node in readers)
+        if is_apart and np.isfinite(graph.weight(name)).all():
+            yield name, size
 
 
 def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:

@@ -35,7 +35,6 @@ from edgekit.quantize.gptq import Rounding
 from edgekit.quantize.graph.float_graph import range_source, read_float_graph
 from edgekit.quantize.mixed_precision.candidates import (
     Draft,
-    find_float_constants,
     judge_plan,
     place_draft,
     store_narrow,
@@ -54,7 +53,7 @@ from edgekit.quantize.mixed_precision.sensitivity import (
     rank_plan,
     search_spans,
 )
-from edgekit.quantize.plan import FloatNode, NarrowConstants
+from edgekit.quantize.plan import FloatNode, NarrowConstants, find_float_constants
 from edgekit.quantize.qdq import build_qdq
 from edgekit.quantize.ranges import scale_range
 from edgekit.target import Precision, load_target

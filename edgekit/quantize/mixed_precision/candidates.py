@@ -30,7 +30,14 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision import score
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
-from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, add_headroom, is_relievable
+from edgekit.quantize.plan import (
+    Candidate,
+    NarrowConstants,
+    QuantPlan,
+    add_headroom,
+    find_float_constants,
+    is_relievable,
+)
 from edgekit.quantize.qdq import place_plan, plan_calibration, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS
 from edgekit.target import Precision, Target
@@ -377,8 +384,6 @@ def place_draft(draft: Draft) -> onnx.ModelProto:
     return place_plan(draft.graph, draft.plan, "the candidate")
 
 
-LEAST_BYTES = 1 << 14
-"""Constants with fewer bytes are not worth storing in fewer bits: a choice."""
 _Bits = Literal[8, 16]
 _BITS: tuple[_Bits, ...] = (16, 8)
 
@@ -420,15 +425,3 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     return msgspec.structs.replace(
         plan, narrow=NarrowConstants(bits=chosen, saved_bytes=saved, ratio_db=round(ratio, 2))
     )
-
-
-def find_float_constants(graph: Graph, plan: QuantPlan) -> Iterator[tuple[str, int]]:
-    """Yields the large float constants that only float nodes read, with the bytes of each."""
-    floats = {node.name for node in plan.float_nodes}
-    for name, tensor in graph.constants.items():
-        readers, size = graph.readers(name), 4 * math.prod(tensor.dims)
-        if size < LEAST_BYTES or not graph.is_float_constant(name) or name in graph.captured | graph.outputs:
-            continue
-        is_apart = bool(readers) and all(node.name in floats for node in readers)
-        if is_apart and np.isfinite(graph.weight(name)).all():
-            yield name, size
