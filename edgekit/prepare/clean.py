@@ -144,6 +144,28 @@ def write_erfc(writer: Writer) -> None:
     writer.add("Add", [writer.add("Erf", [name], "erf"), one])
 
 
+@node_rewrite("plain-lists", {"ConcatFromSequence", "OptionalGetElement", "SequenceAt"}, since=_AXES_AS_INPUT)
+def write_lists(writer: Writer) -> None:
+    """Reads tensors past the list or the Optional that was made of them: no provider has either.
+
+    PyTorch's exporters write a list of Python so. Files in ORT format cannot hold an Optional.
+    """
+    node = writer.node
+    maker = known(writer.graph.producers.get(writer.x))
+    need(maker.op_type == ("Optional" if node.op_type == "OptionalGetElement" else "SequenceConstruct"))
+    parts = maker.reads
+    if node.op_type == "ConcatFromSequence":
+        axis = node.integer("axis", 0)
+        if node.integer("new_axis", 0):
+            axes = writer.ints("axes", [axis])
+            parts = (*(writer.add("Unsqueeze", [each, axes], f"part-{at}") for at, each in enumerate(parts)),)
+        writer.add("Concat", parts, axis=axis)
+        return
+    index = int(writer.number(1)) if node.op_type == "SequenceAt" else 0
+    need(-len(parts) <= index < len(parts))
+    writer.add("Identity", [parts[index]])
+
+
 @node_rewrite("list-axes", {"Unsqueeze"}, since=_AXES_AS_INPUT)
 def list_axes(writer: Writer) -> None:
     """Writes an axis that is a number as a list of one: ONNX Runtime crashes where its Core ML provider reads it."""
@@ -185,8 +207,8 @@ def fold_quantizers(writer: Writer) -> None:
 
 
 CLEANING = (
-    write_scalers, write_features, state_shapes_of_labels, squeeze_late, spread_scalars, write_erfc, list_axes,
-    state_zeros, fold_quantizers,
+    write_scalers, write_features, state_shapes_of_labels, squeeze_late, spread_scalars, write_erfc, write_lists,
+    list_axes, state_zeros, fold_quantizers,
 )  # fmt: skip
 """What every model gets, whatever the target."""
 

@@ -113,6 +113,14 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LabelEncoder Reshape LabelEncoder Reshape Cast MatMul",
         {"imports": ', "ai.onnx.ml" : 1'},
     ),
+    "lists of tensors": (
+        """g (float[1,2] x) => (float[2,2] y, float[2,1,2] z, float[1,2] w, float[1,2] v) <int64 i = {-1}> {
+        a = Relu(x) b = Abs(x) o = Optional(a) p = OptionalGetElement(o) s = SequenceConstruct(p, b)
+        y = ConcatFromSequence<axis = 0>(s) z = ConcatFromSequence<axis = 0, new_axis = 1>(s) c = SequenceAt(s, i)
+        w = Neg(c) v = Neg(p) }""",
+        "Relu Neg Abs Neg Unsqueeze Unsqueeze Concat Concat",
+        {"opset": 17},
+    ),
     "the constant that a DQ gives a Q": (
         """g (float[1,2] x) => (float[1,2] y) <float s = {0.1}, int8[2,2] w = {1,-2,3,4}, float[2] v = {0.1, 0.3},
         int8[2] o = {0, 1}, uint8 z = {7}> {
