@@ -143,13 +143,14 @@ def find_sized_by_sample(graph: Graph) -> dict[str, str]:
     found = dict[str, str]()
     for last in (node for node in graph.nodes if node.op_type in {"Add", "Mul"} and node.name in behind - leading):
         for maker in _producers(graph, last):
-            sizes, made = graph.static_shape(maker.output[0]), [maker, *_ancestors(graph, maker)]
+            sizes = graph.static_shape(maker.output[0])
             is_number = sizes is not None and sum(size != 1 for size in sizes) <= 1 and maker.name not in behind
             # Numbers that are added to as many results, such as a state and its change, are no level of them.
             is_number = is_number and (last.op_type == "Mul" or sizes != graph.static_shape(last.output[0]))
-            given = {name for node in made for name in node.input if name in graph.inputs}
-            is_made = given and any(node.op_type in _REDUCING | _TAKING for node in made) and not _count_layers(made)
-            if is_number and is_made:
+            made = [maker, *_ancestors(graph, maker)] if is_number else []
+            given = {name for node in made for name in node.input if name in graph.inputs and graph.is_float(name)}
+            is_made = given and any(node.op_type in _REDUCING | _TAKING for node in made)
+            if is_made and not _count_layers(made):
                 front = walk((node for name in given for node in graph.readers(name)), partial(_readers, graph))
                 sized = [node for node in front if node.name not in behind and node.op_type not in _LAYERS]
                 found |= {node.name: last.name for node in (*sized, last, *_descendants(graph, last))}
