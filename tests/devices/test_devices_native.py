@@ -42,6 +42,7 @@ from edgekit.devices.local.runner import (
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.model.model import list_model_files, load_model
+from edgekit.model.tensors import TensorSpec
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
@@ -78,6 +79,28 @@ def test_the_native_runner_gives_pythons_bits(tmp_path: Path, native: str, pytho
     assert got.cpu_features
     for mine, other in zip(got.outputs, want.outputs, strict=True):
         assert mine["y"].tobytes() == other["y"].tobytes()
+
+
+def test_maps_and_lists_are_those_of_python(tmp_path: Path) -> None:
+    """scikit-learn's classifiers give a map of each row, by ZipMap."""
+    graph = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 1]>
+        g (float[2,3] x) => (seq(map(string, float)) p, seq(float[N]) q)
+        { p = ai.onnx.ml.ZipMap<classlabels_strings = ["a", "b", "c"]>(x) q = SplitToSequence(x) }"""
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(graph), str(path))
+    types = {"p.keys": "string", "p.values": "float32", "q.length": "int64", "q[0]": "float32", "q[1]": "float32"}
+    job = make_job(path, "cpu", [{"x": np.arange(6, dtype=np.float32).reshape(2, 3)}])
+    job = msgspec.structs.replace(
+        job, outputs=tuple(TensorSpec(name=name, dtype=dtype, shape=None) for name, dtype in types.items())
+    )
+    got, want = (
+        run_in(find_device(name, load_target("cpu")), job, tmp_path / name) for name in ("host:native", "host")
+    )
+    assert got.failure is None
+    (mine,), (other,) = got.outputs, want.outputs
+    assert sorted(mine) == sorted(other) == [*types]
+    for name in types:
+        np.testing.assert_array_equal(mine[name], other[name])
 
 
 def test_arm64_runs_a_model_with_weights_beside_it(tmp_path: Path, work: Path) -> None:

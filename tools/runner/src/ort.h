@@ -57,6 +57,8 @@ struct OrtEpAssignedNode;
   X(CreateCpuMemoryInfo, 69, (std::int32_t allocator, std::int32_t memory, OrtMemoryInfo** out))                    \
   X(AllocatorFree, 76, (OrtAllocator*, void*))                                                                      \
   X(GetAllocatorWithDefaultOptions, 78, (OrtAllocator * *out))                                                      \
+  X(GetValue, 80, (const OrtValue*, int index, OrtAllocator*, OrtValue** out))                                      \
+  X(GetValueCount, 81, (const OrtValue*, std::size_t* out))                                                         \
   X(SessionEndProfiling, 110, (OrtSession*, OrtAllocator*, char** out))                                             \
   X(GetStringTensorElementLength, 127, (const OrtValue*, std::size_t index, std::size_t* out))                      \
   X(GetStringTensorElement, 128, (const OrtValue*, std::size_t size, std::size_t index, void* out))                 \

@@ -155,7 +155,7 @@ void write_pb(const std::string& path, const View& view) {
   }
   append_varint(head, (kDataType << 3) | kVarint);
   append_varint(head, static_cast<std::uint64_t>(view.dtype->onnx));
-  append_bytes(head, kName, *view.name);
+  append_bytes(head, kName, view.name);
   const bool words = view.dtype->onnx == kString;
   for (const std::string& word : view.words) append_bytes(head, kStrings, word);
   if (!words) {

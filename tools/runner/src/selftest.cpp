@@ -96,10 +96,10 @@ struct Result {
 void judge(const Json& tolerance, const std::vector<View>& got, Npz& expected, std::int64_t index, std::int64_t row,
            Result& result) {
   for (const View& view : got) {
-    const Json* limit = tolerance.find(*view.name);
+    const Json* limit = tolerance.find(view.name);
     if (limit == nullptr) continue;
-    const auto place = std::find(expected.names().begin(), expected.names().end(), *view.name);
-    if (place == expected.names().end()) throw Failure("expected.npz has no " + quoted(*view.name));
+    const auto place = std::find(expected.names().begin(), expected.names().end(), view.name);
+    if (place == expected.names().end()) throw Failure("expected.npz has no " + quoted(view.name));
     Tensor wanted;
     expected.read_row(static_cast<std::size_t>(place - expected.names().begin()), index, wanted);
     const double off = distance(view, wanted);
@@ -108,7 +108,7 @@ void judge(const Json& tolerance, const std::vector<View>& got, Npz& expected, s
     ++result.judged;
     result.lines += result.lines.empty() ? "{\"sample\":" : ",{\"sample\":";
     result.lines += std::to_string(row) + ",\"output\":";
-    append_text(result.lines, *view.name);
+    append_text(result.lines, view.name);
     result.lines += ",\"max_abs\":";
     if (std::isfinite(off)) append_number(result.lines, off);
     else result.lines += "null";

@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kNnapi = "NnapiExecutionProvider";
 constexpr std::int64_t kMaxThreads = 1024;
-constexpr std::int32_t kTensorType = 1;
+constexpr std::int32_t kTensorType = 1, kSequenceType = 2, kMapType = 3;
 constexpr std::int32_t kSequential = 0, kParallel = 1;
 constexpr std::int32_t kArenaAllocator = 1;
 constexpr std::int32_t kDefaultMemory = 0;
@@ -71,6 +71,31 @@ Owned<T> make(const Ort& ort, void (*release)(T*), Create create) {
   T* made = nullptr;
   ort.check(create(&made));
   return Owned<T>(made, release);
+}
+
+// Keys and values of each map, as `Session::flatten` has them.
+bool have_equal_keys(const std::vector<std::vector<View>>& maps) {
+  for (const std::vector<View>& map : maps) {
+    const View &keys = map[0], &first = maps[0][0];
+    if (keys.dtype != first.dtype || keys.shape != first.shape || keys.words != first.words) return false;
+    if (keys.size > 0 && std::memcmp(keys.data, first.data, keys.size) != 0) return false;
+    if (map[1].dtype != maps[0][1].dtype || map[1].dtype->size == 0) return false;
+  }
+  return true;
+}
+
+// Returns the keys that maps share, and a row of values for each: so ZipMap gives the probabilities of classes.
+std::vector<View> join_rows(const std::string& name, std::vector<std::vector<View>>& maps) {
+  std::vector<View> seen(maps[0].begin(), maps[0].begin() + 2);
+  const auto rows = std::make_shared<std::string>();
+  for (const std::vector<View>& map : maps) rows->append(map[1].data, map[1].size);
+  seen[0].name = name + ".keys";
+  seen[1].name = name + ".values";
+  seen[1].shape.insert(seen[1].shape.begin(), static_cast<std::int64_t>(maps.size()));
+  seen[1].data = rows->data();
+  seen[1].size = rows->size();
+  seen[1].holds = rows;
+  return seen;
 }
 
 }  // namespace
@@ -294,20 +319,58 @@ double Session::run_into(Values& given) const {
 
 std::vector<View> Session::views() const {
   std::vector<View> seen;
-  for (std::size_t index = 0; index < given_.size(); ++index) seen.push_back(view(outputs_[index], given_[index].get()));
+  for (std::size_t index = 0; index < given_.size(); ++index) {
+    for (View& each : flatten(outputs_[index], given_[index].get())) seen.push_back(std::move(each));
+  }
   return seen;
 }
 
-View Session::view(const std::string& name, OrtValue* value) const {
+// Returns maps and sequences as tensors, with the names that `flatten_value` of edgekit/model/tensors.py gives them.
+std::vector<View> Session::flatten(const std::string& name, OrtValue* value) const {
   std::int32_t kind = 0;
   int has_value = 0;
   if (value != nullptr) {
     ort_.check(ort_.GetValueType(value, &kind));
     ort_.check(ort_.HasValue(value, &has_value));
   }
-  if (kind != kTensorType || has_value == 0) {
+  if (has_value == 0 || (kind != kTensorType && kind != kSequenceType && kind != kMapType)) {
     throw Refusal("output " + quoted(name) + " is no tensor: remove it from the outputs");
   }
+  std::vector<View> seen;
+  if (kind == kTensorType) {
+    seen.push_back(view(name, value));
+    return seen;
+  }
+  std::size_t count = 0;
+  ort_.check(ort_.GetValueCount(value, &count));
+  std::vector<std::vector<View>> parts;
+  bool are_maps = kind == kSequenceType && count > 0;
+  for (std::size_t index = 0; index < count; ++index) {
+    OrtValue* part = nullptr;
+    ort_.check(ort_.GetValue(value, static_cast<int>(index), allocator_, &part));
+    const std::shared_ptr<OrtValue> owned(part, ort_.ReleaseValue);
+    const std::string suffix = kind == kMapType ? (index == 0 ? ".keys" : ".values") : "[" + std::to_string(index) + "]";
+    std::int32_t kind_of_part = 0;
+    ort_.check(ort_.GetValueType(part, &kind_of_part));
+    are_maps = are_maps && kind_of_part == kMapType;
+    parts.push_back(flatten(name + suffix, part));
+    for (View& each : parts.back()) {
+      if (each.holds == nullptr) each.holds = owned;
+    }
+  }
+  if (are_maps && have_equal_keys(parts)) return join_rows(name, parts);
+  if (kind == kSequenceType) {
+    const auto length = std::make_shared<std::int64_t>(count);
+    const Dtype* dtype = find_dtype("int64");
+    seen.push_back({name + ".length", dtype, {}, reinterpret_cast<const char*>(length.get()), dtype->size, {}, length});
+  }
+  for (std::vector<View>& part : parts) {
+    for (View& each : part) seen.push_back(std::move(each));
+  }
+  return seen;
+}
+
+View Session::view(const std::string& name, OrtValue* value) const {
   const auto info = make<OrtTensorTypeAndShapeInfo>(
       ort_, ort_.ReleaseTensorTypeAndShapeInfo,
       [&](OrtTensorTypeAndShapeInfo** out) { return ort_.GetTensorTypeAndShape(value, out); });
@@ -315,7 +378,7 @@ View Session::view(const std::string& name, OrtValue* value) const {
   std::size_t rank = 0;
   ort_.check(ort_.GetTensorElementType(info.get(), &type));
   ort_.check(ort_.GetDimensionsCount(info.get(), &rank));
-  View seen{&name, find_dtype(type), std::vector<std::int64_t>(rank), nullptr, 0, {}};
+  View seen{name, find_dtype(type), std::vector<std::int64_t>(rank), nullptr, 0, {}, nullptr};
   if (seen.dtype == nullptr) {
     throw Refusal("output " + quoted(name) + " has ONNX element type " + std::to_string(type) + ", which is not carried");
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,12 +53,13 @@ struct PlacedNode {
 
 // An output as it lies in ONNX Runtime's memory, valid until the next run.
 struct View {
-  const std::string* name;
+  std::string name;
   const Dtype* dtype;
   std::vector<std::int64_t> shape;
   const char* data;
   std::size_t size;
   std::vector<std::string> words;
+  std::shared_ptr<const void> holds;  // what the data lie in, unless that is an output of the session
 };
 
 class Session {
@@ -101,6 +103,7 @@ class Session {
   std::vector<PlacedNode> assigned() const;
   std::vector<PlacedNode> profiled();
   View view(const std::string& name, OrtValue* value) const;
+  std::vector<View> flatten(const std::string& name, OrtValue* value) const;
   std::vector<std::string> names(bool of_inputs) const;
 
   const Ort& ort_;

@@ -142,7 +142,7 @@ void write_message(int descriptor, const std::vector<View>& views) {
     const View& view = views[index];
     if (view.dtype->onnx == kString) payloads[index] = strings_payload(view.words);
     header += index > 0 ? ",{\"name\":" : "{\"name\":";
-    append_text(header, *view.name);
+    append_text(header, view.name);
     header += ",\"dtype\":\"" + std::string(view.dtype->name) + "\",\"shape\":[";
     for (std::size_t axis = 0; axis < view.shape.size(); ++axis) {
       header += (axis > 0 ? "," : "") + std::to_string(view.shape[axis]);
