@@ -210,7 +210,8 @@ REFUSED: dict[str, tuple[Hard, str]] = {
         "nothing in it computes in float32",
     ),
     "nothing to quantize": (
-        _hard("y = Erf(x)", "float[1,4] x", "float[1,4] y", data=_rows(1, 4)), "no node of 'm.onnx' can be quantized"
+        _hard("y = Erf(x)", "float[1,4] x", "float[1,4] y", data=_rows(1, 4)),
+        "no node of 'm.onnx' can be quantized: no target computes Erf in integers",
     ),
     "sequence input": (
         _hard("c = Conv(x, w) s = SequenceAt(q, i) y = Add(c, s)", f"{IMAGE}, seq(float) q", w=W1, i=np.array(0)),

@@ -122,12 +122,15 @@ def measure_samples(task: CalibrationTask) -> Measurements:
     whole = augment_graph(task.graph, task.compared, picked=task.picked, patch_samples=task.patch_samples)
     whole, progress = _write(whole, task.how.work / "augmented.onnx"), task.how.progress
     if not (whole.highs or whole.bounds):
-        graph, float32 = task.graph, {name for name, value in task.graph.values.items() if value.dtype == "float32"}
+        graph, name = task.graph, task.model.path.name
+        float32 = {each for each, value in graph.values.items() if value.dtype == "float32"}
         floats = [node.op_type for node in graph.nodes if not float32.isdisjoint((*node.input, *node.output))]
-        reason = f"no target computes {', '.join(dict.fromkeys(floats))} in integers"
-        hint = "build it with --precision fp32" if floats else "export it in float32, or build it with --precision fp32"
-        reason = reason if floats else "nothing in it computes in float32"
-        raise ModelError(f"no node of '{task.model.path.name}' can be quantized: {reason}", hint=hint)
+        if not floats:
+            words = f"no node of '{name}' can be quantized: nothing in it computes in float32"
+            raise ModelError(words, hint="export it in float32, or build it with --precision fp32")
+        ops = ", ".join(dict.fromkeys(floats))
+        words = f"no node of '{name}' can be quantized: no target computes {ops} in integers"
+        raise ModelError(words, hint="build it with --precision fp32")
     # Histograms and patches cost several times as much as extremes (tools/bench/calibrate_ratio.py), so samples that
     # are not needed for them run without.
     with open_cache(task.how.cache, _key(task, whole), progress) as cache:
