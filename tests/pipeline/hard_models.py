@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Hard, str]] = {
     ),
     "nothing to quantize": (
         _hard("y = Erf(x)", "float[1,4] x", "float[1,4] y", data=_rows(1, 4)),
-        "no node of 'm.onnx' can be quantized: no target computes Erf in integers",
+        "no node of 'm.onnx' can be quantized: no rule of this target quantizes Erf",
     ),
     "sequence input": (
         _hard("c = Conv(x, w) s = SequenceAt(q, i) y = Add(c, s)", f"{IMAGE}, seq(float) q", w=W1, i=np.array(0)),

@@ -479,6 +479,21 @@ def test_labels_without_their_samples_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_trees_alone_are_no_int8_model(tmp_path: Path, refused: Refused) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 1]>
+        trees (float[1,1] x) => (int64[1] y, seq(map(int64, float)) m) {
+        y, p = ai.onnx.ml.TreeEnsembleClassifier <classlabels_int64s = [0, 1], nodes_treeids = [0, 0, 0],
+            nodes_nodeids = [0, 1, 2], nodes_featureids = [0, 0, 0], nodes_modes = ["BRANCH_LEQ", "LEAF", "LEAF"],
+            nodes_values = [0.0, 0.0, 0.0], nodes_truenodeids = [1, 0, 0], nodes_falsenodeids = [2, 0, 0],
+            class_treeids = [0, 0], class_nodeids = [1, 2], class_ids = [0, 1], class_weights = [1.0, 1.0]> (x)
+        m = ai.onnx.ml.ZipMap <classlabels_int64s = [0, 1]> (p) }"""
+    model = str(parse_model(text, tmp_path / "m.onnx"))
+    np.savez(tmp_path / "d.npz", x=np.linspace(-1, 1, 32, dtype=np.float32).reshape(32, 1, 1))
+    given = (model, "--data", str(tmp_path / "d.npz"), "--target", "cpu", "--precision", "int8")
+    words = "no target computes TreeEnsembleClassifier in integers (build it with --precision fp32)"
+    assert words in refused("quantize", *given, "--out", str(tmp_path / "q.onnx"))
+
+
 def test_trees_read_nan_as_a_missing_value(tmp_path: Path, refused: Refused, without_arm: Callable[[str], str]) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]> trees (float[1,1] x, float[1,2] u)
     => (float[1,1] y, float[1,2] z) <float[2,2] w = {0.5, 0.2, -0.4, 1.0}> {
