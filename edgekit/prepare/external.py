@@ -165,7 +165,8 @@ def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None
 
 _LEAST_ELEMENTS = 1 << 15
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad"})
+# Also a Squeeze: `squeeze-late` brings what follows it to the Conv.
+_FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad", "Squeeze"})
 
 
 def skim_weights(model: models.Model) -> onnx.ModelProto | None:

@@ -189,6 +189,17 @@ def test_needed_weights_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ex
     assert weights["table"].nbytes < sketch.size_bytes < whole.size_bytes - weights["up"].nbytes
 
 
+def test_what_a_conv_takes_in_is_folded_in_a_sketch_too(tmp_path: Path) -> None:
+    """A bias behind the Squeeze of tf2onnx's Conv1D is brought to the Conv, and becomes a part of it."""
+    text = """g (float[1,512,1,3] x) => (float[1,512,3] y) <int64[1] a = {2}>
+        { c = Conv(x, w) d = Squeeze(c, a) e = Add(d, b) y = Relu(e) }"""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(512, 512, 1, 1)), "b": rng.normal(size=(1, 512, 1))}
+    given = {name: value.astype(np.float32) for name, value in weights.items()}
+    _, sketch = _judge_both(make_model(text, tmp_path / "m.onnx", weights=given), tmp_path)
+    assert [node.op_type for node in onnx.load(str(sketch.path)).graph.node] == ["Conv", "Relu", "Squeeze"]
+
+
 @pytest.mark.skipif(not ZOO.exists(), reason="needs ../shared/zoo")
 @pytest.mark.parametrize("name", ["squeezenet1.1_fp32", "magika_v3_3", "vww_96_float_ext", "superres_core_224"])
 def test_a_sketch_of_a_real_model_is_judged_as_the_whole(tmp_path: Path, name: str) -> None:
