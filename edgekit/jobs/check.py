@@ -153,11 +153,11 @@ def check_targets(
                 left = tuple(advice for advice in report.advice if advice.fix == "automatic")
                 report = msgspec.structs.replace(report, advice=left)
             found[target.name] = msgspec.structs.replace(found[target.name], report=report, built=built)
-        reasons = {
-            it.name: explain_no_gain_built(*forms[it.name], it, it.precision, work / f"{it.name}-built")
+        floats = {
+            it.name: reason
             for it in targets
+            if (reason := explain_no_gain_built(*forms[it.name], it, it.precision, work / f"{it.name}-built"))
         }
-        floats = {name: reason for name, reason in reasons.items() if reason is not None}
         refused = [name for name, each in found.items() if each.is_refused]
         ships, named = {name: each.shipped for name, each in found.items()}, {target.name: target for target in targets}
         chosen = recommend_target(ships, named, refused, floats)

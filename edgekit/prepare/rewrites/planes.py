@@ -121,13 +121,15 @@ def squeeze_late(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
         need(len(found) == 1 and all(each in planes or each in view.constants for each in raised))
         (axis,), new = found, [*node.input]
         for place, each in enumerate(raised):
-            dims = [*view.constants[each].dims] if each in view.constants else []
+            if each in planes:
+                new[place] = planes[each][0]
+                continue
+            dims = view.constants[each].dims
             need(len(dims) < _PLANE_RANK)
-            # Constants of fewer axes are broadcast; only those that reach the axis get it.
-            is_short = len(dims) <= _PLANE_RANK - 1 - axis
-            wide = [1] * (_PLANE_RANK - 1 - len(dims)) + dims
-            raise_it = each if is_short else writer.reshaped(f"plane{place}", each, [*wide[:axis], 1, *wide[axis:]])
-            new[place] = planes[each][0] if each in planes else raise_it
+            # Constants are broadcast from the last axis on: only one that reaches the new axis gets it.
+            at = len(dims) - (_PLANE_RANK - 1 - axis)
+            if at > 0:
+                new[place] = writer.reshaped(f"plane{place}", each, [*dims[:at], 1, *dims[at:]])
         moved, plane = writer.copy(node), f"{name}/plane"
         moved.input[:], moved.output[:], planes[name] = new, [plane], (plane, axis)
         if opset < _AXES_AS_INPUT:
